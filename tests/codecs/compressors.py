@@ -11,6 +11,7 @@ import torch
 from slipstream.codecs import Compressor, Ranks, make_compressor
 from slipstream.strategy import (
     DgcConfig,
+    Int4Config,
     Int8Config,
     OneBitConfig,
     PlainCodecConfig,
@@ -24,6 +25,8 @@ CONFIGS = {
     "int8, stochastic": Int8Config(rounding="stochastic"),
     "int8, feedback": Int8Config(error_feedback=True),
     "int8, stochastic, feedback": Int8Config(rounding="stochastic", error_feedback=True, block=64),
+    "int4": Int4Config(),
+    "int4, small blocks": Int4Config(block=8),
     "onebit": OneBitConfig(start_step=0),
     "onebit, small blocks": OneBitConfig(block=64, start_step=0),
     "dgc": DgcConfig(density=0.05, warmup_steps=0),
@@ -37,7 +40,8 @@ CONFIGS = {
 FED_BACK = [
     name
     for name, config in CONFIGS.items()
-    if isinstance(config, OneBitConfig | DgcConfig) or getattr(config, "error_feedback", False)
+    if isinstance(config, OneBitConfig | DgcConfig | Int4Config)
+    or getattr(config, "error_feedback", False)
 ]
 
 SHAPES = [(17, 23), (5,), (3, 4, 3, 3), (1,), (0,), (40, 40)]
@@ -52,11 +56,16 @@ class Team:
     shapes: Sequence[Sequence[int]] = field(default_factory=lambda: SHAPES)
     dtype: torch.dtype = torch.float32
     num_flags: int = 2
+    seed: int = 0
 
     def __post_init__(self) -> None:
-        parameters = [torch.zeros(*shape, dtype=self.dtype) for shape in self.shapes]
+        parameters = [torch.zeros(tuple(shape), dtype=self.dtype) for shape in self.shapes]
         self.compressors: list[Compressor] = [
-            make_compressor(self.config, parameters, Ranks(r, self.ranks), num_flags=self.num_flags)
+            make_compressor(
+                *(self.config, parameters, Ranks(r, self.ranks)),
+                num_flags=self.num_flags,
+                seed=self.seed,
+            )
             for r in range(self.ranks)
         ]
         self.sent = 0.0

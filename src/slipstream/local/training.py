@@ -16,6 +16,7 @@ from slipstream.local.engine import LocalEngine
 from slipstream.local.fragments import cut
 from slipstream.local.meeting import Flight, Meeting
 from slipstream.local.schedule import Schedule
+from slipstream.optim.elementwise import COUNTERS
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.strategy import LocalConfig, Row
 from slipstream.transport.channel import Channel, Label
@@ -179,11 +180,11 @@ class LocalTraining:
         found = [
             piece.of(value)
             for piece in meeting.fragment.pieces
-            for _, value in sorted(self._optimizer.state.get(piece.parameter, {}).items())
+            for key, value in sorted(self._optimizer.state.get(piece.parameter, {}).items())
             if isinstance(value, torch.Tensor)
+            and key not in COUNTERS
             and value.is_floating_point()
             and value.shape == piece.parameter.shape
-            and value.dim()
         ]
         assert self._channel is not None
         count = torch.tensor(

@@ -1,0 +1,469 @@
+"""Ranks that meet rarely train as the plain reference does; nothing of them is lost on the way."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+import slipstream
+from slipstream.errors import StrategyError, UsageError
+from slipstream.strategy import LocalConfig, Strategy
+from tests.harness.counters import collectives
+from tests.harness.ranks import Ranks
+from tests.local.reference import Reference, flat
+
+UPDATES = 17
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    with Ranks(3) as ranks:
+        yield ranks
+
+
+def build() -> nn.Module:
+    """An embedding that is larger than a fragment, tied weights, a matrix and a scale."""
+    torch.manual_seed(3)
+    model = nn.Sequential(
+        nn.Embedding(23, 6), nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 6), nn.Linear(6, 23)
+    )
+    model[4].weight = model[0].weight
+    model.register_parameter("scale", nn.Parameter(torch.ones(())))
+    return model.double()
+
+
+def batch(rank: int, update: int) -> Tensor:
+    seed = torch.Generator().manual_seed(100 * update + rank)
+    return torch.randint(23, (4, 5), generator=seed)
+
+
+def loss_of(model: nn.Module, rank: int, update: int) -> Tensor:
+    words = batch(rank, update)
+    logits = model(words[:, :-1]) * model.scale
+    return nn.functional.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return AdamW(model.parameters(), lr=0.02, weight_decay=0.1, eps=1e-3)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "every update": {"steps": 1},
+    "plain": {"steps": 4},
+    "after a warm-up": {"steps": 3, "warm_up": 5},
+    "fragments": {"steps": 6, "fragments": 3},
+    "delay": {"steps": 4, "delay": 3},
+    "mix": {"steps": 4, "mix": 0.5},
+    "all of it": {"steps": 6, "fragments": 3, "delay": 2, "mix": 0.25, "warm_up": 1},
+    "no momentum": {"steps": 3, "momentum": 0.0, "lr": 1.0},
+    "state averaged": {"steps": 4, "fragments": 2, "inner_state": "averaged", "delay": 1},
+    "state reset": {"steps": 4, "fragments": 2, "inner_state": "reset"},
+    "in the host's memory": {"steps": 4, "offload": True},
+    "half": {"steps": 4, "codec": "half"},
+    "int8": {"steps": 4, "delay": 1, "codec": "int8"},
+    "int4": {"steps": 3, "fragments": 2, "delay": 1, "codec": {"kind": "int4", "block": 8}},
+    "onebit": {"steps": 3, "codec": {"kind": "onebit", "block": 64, "start_step": 6}},
+    "powersgd": {"steps": 3, "fragments": 2, "codec": {"kind": "powersgd", "start_step": 0}},
+}
+
+
+def trained(settings: Mapping[str, Any], transport: str = "flat") -> tuple[Tensor, Tensor]:
+    """This rank's parameters, and the outer ones."""
+    model = build()
+    strategy = {"local": settings, "gradients": {"transport": transport}}
+    session = slipstream.accelerate(model, adamw(model), None, strategy)
+    for update in range(1, UPDATES + 1):
+        session.backward(loss_of(model, session.rank, update))
+        session.step()
+    own = flat(model.parameters())
+    with session.evaluating():
+        outer = flat(model.parameters())
+    assert torch.equal(flat(model.parameters()), own)
+    session.close()
+    return own, outer
+
+
+def expected(settings: Mapping[str, Any], ranks: int) -> tuple[list[Tensor], Tensor]:
+    config = Strategy.load({"local": settings}).local
+    assert isinstance(config, LocalConfig)
+    reference = Reference(build, adamw, config, ranks)
+    with torch.no_grad(), torch.enable_grad():
+        reference.train(loss_of, UPDATES)
+    own = [reference.parameters(rank) for rank in range(ranks)]
+    for number, outer in enumerate(reference.outer):
+        reference.write(0, number, outer)
+    return own, reference.parameters(0)
+
+
+def compare(found: list[tuple[Tensor, Tensor]], settings: Mapping[str, Any]) -> None:
+    own, outer = expected(settings, len(found))
+    # 16-bit sums of two orders differ by a rounding
+    close = {"rtol": 1e-2, "atol": 1e-3} if settings.get("codec") == "half" else {}
+    close = close or {"rtol": 1e-9, "atol": 1e-11}
+    for (mine, shared), reference in zip(found, own, strict=True):
+        torch.testing.assert_close(mine, reference, **close)
+        torch.testing.assert_close(shared, outer, **close)
+        assert torch.equal(shared, found[0][1])  # to the bit, on all ranks
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_two_ranks_train_as_the_reference(two: Ranks, settings: dict[str, Any]) -> None:
+    compare(two.run(trained, settings), settings)
+
+
+@pytest.mark.parametrize("name", ["all of it", "int4", "powersgd"])
+@pytest.mark.parametrize("transport", ["flat", "direct", "shared_memory"])
+def test_three_ranks_do_by_every_transport(three: Ranks, name: str, transport: str) -> None:
+    compare(three.run(trained, SETTINGS[name], transport), SETTINGS[name])
+
+
+def test_alone_the_outer_optimizer_works_as_with_others() -> None:
+    settings = SETTINGS["fragments"]
+    compare([trained(settings)], settings)
+
+
+def against_ddp(local: dict[str, Any] | None) -> Tensor:
+    model = build()
+    strategy = {"local": local, "gradients": {"accumulate": 2}}
+    session = slipstream.accelerate(model, SGD(model.parameters(), lr=0.1), None, strategy)
+    for update in range(12):
+        session.backward(loss_of(model, session.rank, update))
+        session.step()
+    session.close()
+    return flat(model.parameters())
+
+
+def test_meeting_at_every_update_is_data_parallelism(two: Ranks) -> None:
+    every = {"steps": 1, "lr": 1.0, "momentum": 0.0}
+    for mine, other in zip(two.run(against_ddp, every), two.run(against_ddp, None), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+
+
+# What travels.
+
+
+def counted(settings: dict[str, Any]) -> list[tuple[str, int]]:
+    model = build()
+    with slipstream.accelerate(model, sgd(model), None, {"local": settings}) as session:
+        with collectives() as log:
+            for update in range(9):
+                session.backward(loss_of(model, session.rank, update))
+                session.step()
+        return [(one.kind, one.num_bytes) for one in log]
+
+
+def test_nothing_travels_between_meetings(two: Ranks) -> None:
+    values = sum(p.numel() for p in build().parameters())
+    for log in two.run(counted, {"steps": 4}):
+        assert log == [("all_reduce", 16), ("all_reduce", 8 * values)] * 2
+    for log in two.run(counted, {"steps": 4, "fragments": 2, "delay": 1}):
+        changes = [num_bytes for _, num_bytes in log if num_bytes != 16]
+        assert len(changes) == 4
+        assert sum(changes[:2]) == 8 * values
+
+
+# State.
+
+
+def resumed(settings: dict[str, Any], at: int) -> tuple[Tensor, Tensor]:
+    """Parameters of a run, and of one that goes on from the state after ``at`` updates."""
+    strategy = {"local": settings}
+    ends = []
+    states: list[Any] = []
+    for state in (None, "saved"):
+        model = build()
+        optimizer = adamw(model)
+        session = slipstream.accelerate(model, optimizer, None, strategy)
+        if state is not None:
+            session.restore(states)
+        for update in range(at if state else 0, UPDATES):
+            if state is None and update == at:
+                mine = session.checkpoint(sharded=True)
+                others: list[Any] = [None, None]
+                torch.distributed.all_gather_object(others, mine)
+                states += others
+            session.backward(loss_of(model, session.rank, update))
+            session.step()
+        ends.append(flat(model.parameters()))
+        session.close()
+    return ends[0], ends[1]
+
+
+ALL = {"steps": 4, "fragments": 2, "delay": 2, "mix": 0.25, "warm_up": 3, "codec": "int4"}
+
+
+@pytest.mark.parametrize("at", range(1, UPDATES - 1))
+def test_a_run_resumes_bit_for_bit_at_every_update(two: Ranks, at: int) -> None:
+    for whole, resumed_run in two.run(resumed, ALL, at):
+        assert torch.equal(whole, resumed_run)
+
+
+def whole_state(other: bool) -> tuple[bool, bool, bool]:
+    model = build()
+    optimizer = sgd(model)
+    strategy = {"local": {"steps": 4, "fragments": 2, "delay": 1}}
+    session = slipstream.accelerate(model, optimizer, None, strategy)
+    for update in range(9):
+        session.backward(loss_of(model, session.rank, update))
+        session.step()
+    state = session.checkpoint()
+    with session.evaluating():
+        same = all(torch.equal(v, state["model"][k]) for k, v in model.state_dict().items())
+    local = all(torch.equal(v, state["model"][k]) for k, v in model.state_dict().items())
+    session.close()
+    plain = build()
+    plain.load_state_dict(state["model"])
+    again = build()
+    session = slipstream.accelerate(again, sgd(again), None, strategy if not other else None)
+    session.restore(state)
+    begins = torch.equal(flat(again.parameters()), flat(plain.parameters()))
+    for update in range(9, 14):
+        session.backward(loss_of(again, session.rank, update))
+        session.step()
+    session.close()
+    return same, local, begins
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["a run like it", "a run that averages"])
+def test_a_checkpoint_has_the_outer_parameters_for_any_run(two: Ranks, other: bool) -> None:
+    assert two.run(whole_state, other) == [(True, False, True)] * 2
+
+
+# What others forget.
+
+
+def unequal_loaders(sizes: tuple[int, int]) -> tuple[Tensor, list[int]]:
+    model = build()
+    rank = torch.distributed.get_rank()
+    data = (batch(rank, update) for update in range(1, sizes[rank] + 1))
+    seen = []
+    strategy = {"local": {"steps": 3, "momentum": 0.0, "lr": 1.0}}
+    with slipstream.accelerate(model, sgd(model), data, strategy) as session:
+        for words in session.loader:
+            logits = model(words[:, :-1]) * model.scale
+            session.backward(
+                nn.functional.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())
+            )
+            session.step()
+            seen.append(session.rank)
+        with session.evaluating():
+            outer = flat(model.parameters())
+    return outer, seen
+
+
+def test_a_rank_counts_by_the_updates_that_it_made(two: Ranks) -> None:
+    sizes = (9, 4)
+    config = LocalConfig(steps=3, momentum=0.0, lr=1.0)
+    reference = Reference(build, sgd, config, 2)
+    reference.train(lambda m, r, u: loss_of(m, r, u) if u <= sizes[r] else None, 9)
+    for number, outer in enumerate(reference.outer):
+        reference.write(0, number, outer)
+    for outer, seen in two.run(unequal_loaders, sizes):
+        assert len(seen) == 9
+        torch.testing.assert_close(outer, reference.parameters(0), rtol=1e-9, atol=1e-11)
+
+
+def with_buffers() -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+    session = slipstream.accelerate(model, sgd(model), None, {"local": {"steps": 2}})
+    before = torch.zeros(6)
+    for update in range(4):
+        seed = torch.Generator().manual_seed(10 * update + session.rank)
+        x = torch.randn(8, 4, generator=seed) + session.rank
+        session.backward(model(x).square().mean())
+        before = model[1].running_mean.clone()
+        session.step()
+    after = model[1].running_mean.clone()
+    others = [torch.empty(6), torch.empty(6)]
+    torch.distributed.all_gather(others, before)
+    session.close()
+    return after, torch.stack(others).mean(0), model[1].running_mean
+
+
+def test_buffers_are_averaged_with_their_fragment(two: Ranks) -> None:
+    (first, mean, closed), (second, _, _) = two.run(with_buffers)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, mean)
+    assert torch.equal(closed, first)
+
+
+def with_nan() -> tuple[list[str], bool, Tensor]:
+    model = build()
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        slipstream.accelerate(model, adamw(model), None, {"local": {"steps": 3}}) as session,
+    ):
+        warnings.simplefilter("always")
+        for update in range(1, 10):
+            loss = loss_of(model, session.rank, update)
+            session.backward(loss * (torch.nan if update == 2 and session.rank else 1.0))
+            session.step()
+    finite = all(bool(p.isfinite().all()) for p in model.parameters())
+    return [str(w.message) for w in caught], finite, flat(model.parameters())
+
+
+def test_a_rank_that_diverges_takes_the_parameters_of_the_others(two: Ranks) -> None:
+    (quiet, fine, first), (told, cured, second) = two.run(with_nan)
+    assert fine
+    assert cured
+    assert not quiet
+    assert any("rank 1: its change of scale" in text for text in told)
+    assert torch.equal(first, second)
+
+
+def overflowing() -> tuple[int, list[bool], Tensor]:
+    model = build()
+    updated = []
+    with slipstream.accelerate(model, sgd(model), None, {"local": {"steps": 3}}) as session:
+        for update in range(1, 7):
+            loss = loss_of(model, session.rank, update)
+            bad = update == 4 and session.rank == 1
+            session.backward(loss * (torch.inf if bad else 8.0), loss_scale=8.0)
+            updated.append(session.step())
+        skipped = session.skipped
+    return skipped, updated, flat(model.parameters())
+
+
+def test_an_overflow_skips_the_update_of_one_rank_alone(two: Ranks) -> None:
+    (none, all_of_them, first), (one, some, second) = two.run(overflowing)
+    assert (none, one) == (0, 1)
+    assert all(all_of_them)
+    assert some == [True] * 3 + [False] + [True] * 2
+    assert torch.equal(first, second)
+
+
+def bf16_parameters() -> tuple[Tensor, torch.dtype]:
+    model = build().bfloat16()
+    local = {"steps": 4, "lr": 1.0, "momentum": 0.0}
+    session = slipstream.accelerate(model, SGD(model.parameters(), lr=1e-3), None, {"local": local})
+    for update in range(8):
+        session.backward(loss_of(model, session.rank, update))
+        session.step()
+    meeting = session._sharding.model.training._meetings[0]
+    outer = meeting.outer.clone()
+    session.close()
+    return outer, meeting.dtype
+
+
+def test_changes_of_16_bits_are_subtracted_in_32(two: Ranks) -> None:
+    for outer, dtype in two.run(bf16_parameters):
+        assert dtype == torch.float32
+        assert not torch.equal(outer, outer.bfloat16().float())  # finer than any rank has it
+
+
+def unused_and_frozen() -> tuple[bool, str, bool]:
+    model = build()
+    model[1].bias.requires_grad_(False)
+    frozen = model[1].bias.detach().clone()
+    message = ""
+    session = slipstream.accelerate(model, adamw(model), None, {"local": {"steps": 2}})
+    for update in range(6):
+        words = batch(session.rank, update)
+        # only the embedding, on one rank
+        part = model[0](words).square().mean()
+        session.backward(part if session.rank else loss_of(model, 0, update))
+        session.step()
+    same = torch.equal(model[1].bias, frozen)
+    with session.evaluating():
+        outer = flat(model.parameters())
+    others = [torch.empty_like(outer), torch.empty_like(outer)]
+    torch.distributed.all_gather(others, outer)
+    model[1].bias.requires_grad_(True)
+    try:
+        session.backward(loss_of(model, session.rank, 7))
+    except UsageError as error:
+        message = str(error)
+    session.close()
+    return same, message, torch.equal(*others)
+
+
+def test_parameters_unused_on_one_rank_meet_and_frozen_ones_stay(two: Ranks) -> None:
+    for same, message, equal in two.run(unused_and_frozen):
+        assert same
+        assert equal
+        assert "1.bias" in message
+        assert "thaw" in message
+
+
+def inside_evaluating() -> str:
+    model = build()
+    session = slipstream.accelerate(model, sgd(model), None, {"local": {}})
+    with session.evaluating(), pytest.raises(UsageError, match="evaluating") as caught:
+        session.backward(loss_of(model, 0, 1))
+    session.close()
+    return str(caught.value)
+
+
+def test_no_training_on_the_outer_parameters() -> None:
+    assert "with block" in inside_evaluating()
+
+
+def partial_round(updates: int) -> Tensor:
+    model = build()
+    local = {"steps": 8, "fragments": 2, "delay": 1}
+    with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
+        for update in range(updates):
+            session.backward(loss_of(model, session.rank, update))
+            session.step()
+    return flat(model.parameters())
+
+
+@pytest.mark.parametrize("updates", [1, 5, 8, 9])
+def test_all_ranks_end_with_the_same_parameters(two: Ranks, updates: int) -> None:
+    first, second = two.run(partial_round, updates)
+    assert torch.equal(first, second)
+
+
+# What is refused.
+
+REFUSED = {
+    "gradients.transport sharded": {"gradients": {"transport": "sharded"}},
+    "gradients.transport auto": {"gradients": {"transport": "auto"}},
+    "gradients.split optimal": {"gradients": {"split": "optimal"}},
+    "gradients.codec": {"gradients": {"codec": "half"}},
+    "precision half_weights": {"precision": "half_weights"},
+    "data.balance": {"data": {"balance": {}}},
+}
+
+
+@pytest.mark.parametrize(("words", "settings"), REFUSED.items(), ids=REFUSED)
+def test_what_cannot_be_is_refused(words: str, settings: dict[str, Any]) -> None:
+    model = build().float()
+    with pytest.raises(StrategyError, match=f"local with {words}"):
+        slipstream.accelerate(model, sgd(model), None, {"local": {}, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"steps": 4, "fragments": 5}, "fragments 5 are more than steps 4"),
+        ({"steps": 8, "fragments": 4, "delay": 3}, "delay 3 is longer than the 2 updates"),
+        ({"codec": "dgc"}, "momentum"),
+        ({"mix": 1.0}, "mix"),
+    ],
+)
+def test_settings_that_fit_no_round_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(StrategyError, match=words):
+        Strategy.load({"local": settings})
+
+
+def test_settings_are_all_different() -> None:
+    assert all(a != b for a, b in itertools.combinations(SETTINGS.values(), 2))
