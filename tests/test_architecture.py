@@ -21,7 +21,7 @@ LEVELS = (
     ("codecs", "comm", "data"),
     ("gradients",),
     ("ddp", "fusion", "parallel", "planner"),
-    ("advisor", "calibration", "sharding"),
+    ("advisor", "calibration", "local", "sharding"),
     ("report", "tuner"),
     ("session",),
     ("slipstream",),

@@ -19,6 +19,7 @@ TABLES: Mapping[str, Callable[[Entry], Result]] = {
     "fusion": computing.fusion,
     "large_batch": training.large_batch,
     "loading": training.loading,
+    "local": training.local,
     "memory": exchanges.memory,
     "offload": computing.offload,
     "operators": exchanges.operators,

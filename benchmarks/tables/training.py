@@ -48,6 +48,47 @@ def convergence(entry: Entry) -> Result:
     return Result(title, [measured_with(entry, words), picture, Table(columns, rows)])
 
 
+def local(entry: Entry) -> Result:
+    """What meeting rarely does to a training, or to its speed."""
+    if entry["kind"] == "loss":
+        digits = entry["task"] == "digits"
+        words = (
+            f"{entry['steps']} updates on {entry['ranks']} ranks, an eighth of them warm-up; "
+            f"{entry['seeds']} seeds. The gap is against data parallelism, at as many samples."
+        )
+        scores = [
+            (
+                r["name"],
+                *(f"{r[k]:{'.2%' if digits else '.4f'}}" for k in ("score", "deviation")),
+                f"{100 * r['gap']:+.2f} points" if digits else f"{r['gap']:+.2%}",
+            )
+            for r in entry["rows"]
+        ]
+        columns = ("training", _score_of(entry), "deviation of the seeds", "gap")
+        picture = f"![scores on the way](local-{entry['task']}.png)"
+        title = f"Local, {entry['task']}, {entry['date']}"
+        return Result(title, [measured_with(entry, words), picture, Table(columns, scores)])
+    words = (
+        f"{entry['nodes']} emulated hosts at {entry['rate']}, {entry['megabytes']:.1f} MB of "
+        f"gradients (on the wire {entry['wire_s']:.2f} s), {entry['rounds']} rounds; computing on "
+        f"{'an accelerator' if entry['compute'] == 'accelerator' else 'the same cores'}."
+    )
+    speeds = [
+        (
+            *(r["name"], f"{r['median']:.3f}", f"{r['low']:.3f}..{r['high']:.3f}"),
+            *(f"{r['gain']:.2f}", f"{r['of_compute']:.2f}", f"{r['sent'] / 2**20:.3f}"),
+        )
+        for r in entry["rows"]
+    ]
+    headings = (
+        *("training", "s an update", "quartiles", "times as fast as the best DDP"),
+        *("of the speed without exchange", "MB sent an update"),
+    )
+    where = "" if entry["compute"] == "accelerator" else ", the same cores"
+    title = f"Local, {entry['model']} at {entry['rate']}{where}, {entry['date']}"
+    return Result(title, [measured_with(entry, words), Table(headings, speeds)])
+
+
 def _allowed(entry: Entry) -> str:
     return "0.5 points below" if entry["task"] == "digits" else "2 % above"
 

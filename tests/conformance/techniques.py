@@ -323,6 +323,10 @@ ALL_VALUES = {"kind": "dgc", "density": 1.0, "warmup_steps": 0}
 FULL_RANK = {"kind": "powersgd", "rank": 8, "start_step": 1, "min_compression_rate": 1.0}
 TWO_BY_NAME = {"kind": "by_name", "rules": [{"match": "*.bias"}, {"match": "*", "codec": "half"}]}
 
+LINEAR = {"steps": 1, "lr": 1.0, "momentum": 0.0}
+"""Meetings at every update: the mean of what ranks change is what the mean gradient changes, but
+for what is not linear in gradients, such as clipping, which each rank does by itself."""
+
 SCALE = {"kind": "dynamic", "init": 8.0}
 FP16 = {"kind": "half_weights", "dtype": "fp16", "emulate": True, "loss_scale": SCALE}
 """With a loss scale; a CPU computes in fp32 and rounds."""
@@ -342,6 +346,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     codec("half fp16", {"kind": "half", "dtype": "fp16"}, 0.02),
     codec("int8", {"kind": "int8", "block": 64}, 0.05),
     codec("int8 feedback", {"kind": "int8", "block": 64, "error_feedback": True}, 0.05),
+    codec("int4", {"kind": "int4", "block": 8}, 0.2),
     codec("onebit", ONE_BIT, 0.9),
     codec("dgc", ALL_VALUES, 0.01),
     codec("powersgd", FULL_RANK, 0.05),
@@ -357,6 +362,8 @@ TECHNIQUES: tuple[Technique, ...] = (
     split("split optimal", "optimal"),
     Technique("overlap off", {"gradients": {"overlap": False}}),
     Technique("accumulate", {"gradients": {"accumulate": 2}}),
+    Technique("local", {"local": LINEAR}, bound=0.5),
+    Technique("local warm_up", {"local": {**LINEAR, "warm_up": 1000}}),
     Technique("autocast", {"precision": "autocast"}, bound=0.05, around_forward=bf16),
     Technique(
         "half_weights bf16", {"precision": {"kind": "half_weights", "dtype": "bf16"}}, bound=0.1
@@ -431,6 +438,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     ),
     Technique("trace", {"trace": {"steps": 2, "skip": 1}}),
     hook("half", 0.02),
+    hook({"kind": "int4", "block": 8}, 0.2),
     hook({"kind": "int8", "block": 64}, 0.05),
     hook(ONE_BIT, 0.9),
     hook(ALL_VALUES, 0.01),

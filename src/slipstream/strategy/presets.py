@@ -20,6 +20,9 @@ exact:
 slow_network:
   reason: half the bytes, as bf16, by the exchange that is fastest then
   settings: {gradients: {split: optimal, transport: auto, codec: half}}
+very_slow_network:
+  reason: ranks train on their own, and send 4 bits of each change every 16 updates
+  settings: {local: {steps: 16, fragments: 4, delay: 4, codec: int4}}
 low_memory:
   reason: every block is computed again in backward; ranks share the optimizer's state
   settings: {gradients: {transport: sharded}, memory: {recompute: every}}

@@ -1,0 +1,402 @@
+"""Meeting rarely: what it does to a training, and how fast it makes one on a slow network.
+
+    python -m benchmarks.local loss --task causal --json results/local-causal.json
+    python -m benchmarks.local speed --rate 100mbit --json results/local-100mbit.json
+
+``loss`` trains a model from the same seeds in every way, on as many tokens: data parallelism, the
+outer optimizer on top of it alone (since an outer step by itself can help), torch's post-local SGD,
+and ``local`` with several numbers of steps, codecs and fragments. What counts is the loss on data
+that was held out, of the parameters that evaluate best.
+
+``speed`` runs them on emulated hosts beside an accelerator (accelerator.py). A turn is a whole
+round of updates, after one that is not timed, as an exchange reaches into the updates behind it;
+what is still on its way at the end of a turn arrives before the next variant begins. Bytes are
+those that the network interfaces have counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import track
+from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import slipstream
+from benchmarks.accelerator import Device
+from benchmarks.baselines import wrapped_in_ddp
+from benchmarks.cases import MODELS, Case, as_ranks, share_cores, wire_seconds
+from benchmarks.convergence import Task, digits_task, text_task
+from benchmarks.iteration import LEARNING_RATE, on_loopback, plain, quartiles
+from benchmarks.record import finish
+from benchmarks.turns import slowest
+from examples import data
+
+WARM_UP = 1 / 8
+"""Of the updates; the same for all that meet rarely."""
+STEPS = (8, 16, 32, 64, 128)
+LOCAL: dict[str, dict[str, Any]] = {
+    **{f"{steps} steps": {"steps": steps} for steps in STEPS},
+    **{f"{steps} steps, int4": {"steps": steps, "codec": "int4"} for steps in (8, 16, 32)},
+    "16 steps, int8": {"steps": 16, "codec": "int8"},
+    "16 steps, onebit": {"steps": 16, "codec": {"kind": "onebit", "start_step": 0}},
+    "16 steps, 4 fragments, delay 2": {"steps": 16, "fragments": 4, "delay": 2},
+    "16 steps, 4 fragments, delay 2, int4": {
+        "steps": 16, "fragments": 4, "delay": 2, "codec": "int4"
+    },
+    "32 steps, 4 fragments, delay 4": {"steps": 32, "fragments": 4, "delay": 4},
+    "32 steps, 4 fragments, delay 4, mix 0.5": {
+        "steps": 32, "fragments": 4, "delay": 4, "mix": 0.5
+    },
+    "16 steps, state averaged": {"steps": 16, "inner_state": "averaged"},
+    "16 steps, plain means": {"steps": 16, "lr": 1.0, "momentum": 0.0},
+}  # fmt: skip
+OTHERS = ("data parallel", "data parallel and outer steps", "torch, post-local SGD, 16 steps")
+POINTS = 16
+"""On a curve of losses."""
+
+
+def causal_task(batch: int = 4) -> Task:
+    """The next word of Python's standard library: a small GPT-2; the score is the loss."""
+    vocabulary, length, width = 2048, 64, 128
+    tokens = data.stdlib_tokens(vocabulary)
+    rows = tokens[: len(tokens) // length * length].view(-1, length)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+    held_out, train = rows[order[:512]], rows[order[512:]]
+
+    def build() -> nn.Module:
+        config = GPT2Config(
+            vocab_size=vocabulary,
+            n_positions=length,
+            n_embd=width,
+            n_layer=2,
+            n_head=4,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        model = GPT2LMHeadModel(config)
+        model.loss_type = "ForCausalLM"
+        return model
+
+    def sample(seed: int, step: int, rank: int) -> Any:
+        random = torch.Generator().manual_seed((seed * 10**6 + step) * 64 + rank)
+        return train[torch.randint(len(train), (batch,), generator=random)]
+
+    def loss(model: nn.Module, words: Any) -> torch.Tensor:
+        found: torch.Tensor = model(input_ids=words, labels=words).loss
+        return found
+
+    def held_out_loss(model: nn.Module) -> float:
+        return float(loss(model, held_out))
+
+    def optimizer(model: nn.Module, _: bool) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    return Task(build, sample, loss, held_out_loss, optimizer)
+
+
+TASKS: dict[str, Callable[[], Task]] = {
+    "causal": causal_task,
+    "masked": text_task,
+    "digits": digits_task,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: scores on held-out data on the way, and seconds of the training."""
+
+    name: str
+    seed: int
+    scores: list[float]
+    seconds: float
+
+
+class Training:
+    """One way to train; ``step`` trains on one batch, ``evaluating`` has the best parameters."""
+
+    def __init__(self, task: Task, name: str, steps: int) -> None:
+        self.task, self.model = task, task.model()
+        self.optimizer = task.optimizer(self.model, False)
+        self.warm_up = round(steps * WARM_UP)
+        self._session: Any = None
+        self._outer: torch.optim.Optimizer | None = None
+        self._averaged: Any = None
+        if name in LOCAL:
+            local = {"warm_up": self.warm_up, **LOCAL[name]}
+            self._session = slipstream.accelerate(
+                self.model, self.optimizer, None, {"local": local}
+            )
+        elif name == OTHERS[2]:
+            self._ddp = wrapped_in_ddp(self.model, None)
+            averager = PeriodicModelAverager(period=16, warmup_steps=self.warm_up)
+            self._averaged = PostLocalSGDOptimizer(self.optimizer, averager)
+        else:
+            self._session = slipstream.accelerate(self.model, self.optimizer)
+        if name == OTHERS[1]:
+            self._start = [p.detach().clone() for p in self.model.parameters()]
+            self._outer = torch.optim.SGD(self._start, 0.7, momentum=0.9, nesterov=True)
+        self._updates = 0
+
+    def step(self, batch: Any) -> None:
+        self.model.train()
+        self._updates += 1
+        if self._averaged is not None:
+            local = self._updates > self.warm_up
+            with self._ddp.no_sync() if local else nullcontext():
+                self.task.loss(self._ddp, batch).backward()
+            self._averaged.step()
+            self._averaged.zero_grad()
+            return
+        self._session.backward(self.task.loss(self.model, batch))
+        self._session.step()
+        if self._outer is not None and self._updates % 16 == 0:
+            with torch.no_grad():
+                parameters: list[torch.Tensor] = [*self.model.parameters()]
+                for outer, p in zip(self._start, parameters, strict=True):
+                    outer.grad = outer - p
+                self._outer.step()
+                torch._foreach_copy_(parameters, self._start)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        with nullcontext() if self._session is None else self._session.evaluating():
+            yield
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+
+
+def train(task: Task, name: str, seed: int, steps: int) -> Run:
+    """One training on all ranks."""
+    rank = dist.get_rank()
+    torch.manual_seed(seed)
+    training = Training(task, name, steps)
+    warmup = steps // 20
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        training.optimizer,
+        lambda s: min(s / warmup, 1.0) * 0.5 * (1 + math.cos(math.pi * min(s / steps, 1.0))),
+    )
+    scores: list[float] = []
+    seconds = 0.0
+    for step in range(steps):
+        begun = time.perf_counter()
+        training.step(task.batch(seed, step, rank))
+        schedule.step()
+        seconds += time.perf_counter() - begun
+        if (step + 1) % (steps // POINTS) == 0:
+            training.model.eval()
+            with training.evaluating(), torch.no_grad():
+                score = torch.tensor(task.score(training.model)) if rank == 0 else torch.zeros(())
+            dist.broadcast(score, 0)
+            scores.append(float(score))
+    training.close()
+    return Run(name, seed, scores, seconds)
+
+
+def losses(args: argparse.Namespace) -> None:
+    """What one rank does; rank 0 writes."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    task, runs = TASKS[args.task](), []
+    names = args.variants or [*OTHERS, *LOCAL]
+    plans = [(name, seed) for seed in range(args.seeds) for name in names]
+    console = Console(stderr=True, quiet=dist.get_rank() != 0)
+    for name, seed in track(plans, args.task, console=console):
+        runs.append(train(task, name, seed, args.steps))
+        console.print(f"{name}, seed {seed}: {runs[-1].scores[-1]:.4f}")
+    if dist.get_rank() == 0:
+        dense = fmean(run.scores[-1] for run in runs if run.name == names[0])
+        rows = []
+        for name in names:
+            ends = [run.scores[-1] for run in runs if run.name == name]
+            gap = fmean(ends) - dense if args.task == "digits" else fmean(ends) / dense - 1
+            spread = stdev(ends) if len(ends) > 1 else 0.0
+            rows.append({"name": name, "score": fmean(ends), "deviation": spread, "gap": gap})
+        settings = {"task": args.task, "steps": args.steps, "ranks": dist.get_world_size()}
+        entry = {"kind": "loss", **settings, "seeds": args.seeds, "rows": rows}
+        finish(args.json, "local", {**entry, "runs": [asdict(run) for run in runs]})
+        if args.json:
+            curves(args, names, runs).savefig(Path(args.json).with_suffix(".png"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def curves(args: argparse.Namespace, names: Sequence[str], runs: Sequence[Run]) -> Figure:
+    """Held-out scores on the way, a line a name: means over seeds."""
+    figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    for name in names:
+        own = [run.scores for run in runs if run.name == name]
+        means = [fmean(values) for values in zip(*own, strict=True)]
+        at = [args.steps // POINTS * (number + 1) for number in range(len(means))]
+        axes.plot(at, means, label=name, linewidth=2.5 if name in OTHERS else 1.0)
+    what = "accuracy" if args.task == "digits" else "loss"
+    axes.set(xlabel="updates", ylabel=f"held-out {what}", title=args.task)
+    axes.legend(frameon=False, fontsize=7)
+    return figure
+
+
+# Speed.
+
+SPEED: dict[str, dict[str, Any]] = {
+    "sharded, a third replicated": {"transport": {"kind": "sharded", "replicated": 1 / 3}},
+    "int8": {"codec": "int8"},
+    "PowerSGD": {"codec": {"kind": "powersgd", "start_step": 0}},
+}
+ROUND = 16
+"""Updates of a turn: a round of every local variant."""
+FAST: dict[str, dict[str, Any]] = {
+    "local, 16 steps": {"steps": 16},
+    "local, 16 steps, int4": {"steps": 16, "codec": "int4"},
+    "local, 16 steps, 4 fragments, delay 4": {"steps": 16, "fragments": 4, "delay": 4},
+    "local, 16 steps, 4 fragments, delay 4, int8": {
+        "steps": 16, "fragments": 4, "delay": 4, "codec": "int8"
+    },
+    "local, 16 steps, 4 fragments, delay 4, int4": {
+        "steps": 16, "fragments": 4, "delay": 4, "codec": "int4"
+    },
+}  # fmt: skip
+
+
+def sent_bytes() -> int:
+    """Bytes that the interfaces of this host have sent, but for the loopback."""
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    rows = [line.split(":") for line in lines]
+    return sum(int(counts.split()[8]) for name, counts in rows if name.strip() != "lo")
+
+
+def speed(args: argparse.Namespace) -> None:
+    """What one rank does; rank 0 writes."""
+    torch.set_num_threads(1)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = Device(args.compute_seconds) if args.compute == "accelerator" else None
+    if device is None:
+        share_cores(rank, world)
+    case = Case(args.model, device)
+    dist.init_process_group("gloo")
+    if device is not None:
+        device.fit(plain(*case.make()), args.compute_seconds)
+
+    def ddp(megabytes: float) -> Callable[[], None]:
+        model, loss_of = case.make()
+        return plain(wrapped_in_ddp(model, megabytes), loss_of)
+
+    def ours(strategy: Mapping[str, Any]) -> Callable[[], None]:
+        model, loss_of = case.make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        session = slipstream.accelerate(model, optimizer, None, dict(strategy))
+        if "local" in strategy:
+            sessions.append(session)
+
+        def iterate() -> None:
+            session.backward(loss_of(session.model))
+            session.step()
+
+        return iterate
+
+    sessions: list[Any] = []
+    variants: dict[str, tuple[Callable[[], None], int]] = {"no exchange": (plain(*case.make()), 4)}
+    variants |= {f"DDP, {mb:g} MB": (ddp(mb), 2) for mb in args.ddp}
+    variants |= {name: (ours({"gradients": g}), 2) for name, g in SPEED.items()}
+    variants |= {name: (ours({"local": local}), ROUND) for name, local in FAST.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    sent: dict[str, list[float]] = {name: [] for name in variants}
+    quiet = Console(stderr=True, quiet=rank != 0)
+    for number in track(range(args.rounds + 1), "rounds", console=quiet):
+        for name, (iterate, updates) in variants.items():
+            for _ in range(updates):  # not timed
+                iterate()
+            dist.barrier()
+            before, begun = sent_bytes(), time.perf_counter()
+            for _ in range(updates):
+                iterate()
+            spent = (time.perf_counter() - begun) / updates
+            bytes_sent = (sent_bytes() - before) / updates
+            for session in sessions:
+                session.state_dict()  # what is on its way arrives
+            if number:
+                seconds[name].append(slowest(spent))
+                sent[name].append(bytes_sent)
+    if rank == 0:
+        best = min((n for n in variants if n.startswith("DDP")), key=lambda n: median(seconds[n]))
+        rows = []
+        for name, values in seconds.items():
+            low, middle, high = quartiles(values)
+            ratios = [a / b for a, b in zip(seconds[best], values, strict=True)]
+            rows.append(
+                {
+                    "name": name + " (best)" * (name == best),
+                    "median": middle,
+                    "low": low,
+                    "high": high,
+                    "gain": median(ratios),
+                    "of_compute": median(seconds["no exchange"]) / middle,
+                    "sent": median(sent[name]),
+                }
+            )
+        entry: dict[str, Any] = {
+            "kind": "speed",
+            "model": args.model,
+            "megabytes": case.num_bytes / 2**20,
+            "nodes": world,
+            "rate": args.rate,
+            "compute": args.compute,
+            "wire_s": wire_seconds(args, case.num_bytes, world),
+            "rounds": args.rounds,
+            "rows": rows,
+            "seconds": seconds,
+        }
+        finish(args.json, "local", entry)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Start the ranks, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("part", choices=("loss", "speed"))
+    parser.add_argument("--task", choices=TASKS, default="causal")
+    parser.add_argument("--variants", nargs="*", choices=[*OTHERS, *LOCAL])
+    parser.add_argument("--steps", type=int, default=1600, help="updates of a training")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--nodes", type=int, default=4, help="hosts, or ranks of a training")
+    parser.add_argument("--rate", default="100mbit")
+    parser.add_argument("--model", choices=MODELS, default="bert")
+    parser.add_argument("--compute", choices=("cpu", "accelerator"), default="accelerator")
+    parser.add_argument("--compute-seconds", type=float, default=0.15, help="of an update")
+    parser.add_argument("--ddp", nargs="*", type=float, default=[4, 25], help="MB of buckets")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", help="also write the figures to this file")
+    args = parser.parse_args()
+    args.loopback = False
+    if args.part == "speed":
+        return as_ranks(speed, args)
+    if "RANK" in os.environ:
+        losses(args)
+        return 0
+    return on_loopback(sys.argv[1:], args.nodes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
