@@ -92,6 +92,10 @@ def commands() -> Iterator[tuple[str, str]]:
             yield f"codecs-{model}-{rate}{end}", coded
     coded = "exchange --model gpt2 --rate 500mbit --ddp 4 50 --splits default"
     yield "codecs-gpt2-500mbit", f"{coded} --codecs {ON_ROADS}"
+    for rate in ("100mbit", "300mbit"):
+        yield f"local-bert-{rate}", f"local speed --rate {rate} --rounds 3"
+    for task in ("causal", "masked", "digits"):
+        yield f"local-{task}", f"local loss --task {task}"
     yield "convergence-digits", "convergence --task digits"
     yield "convergence-text", "convergence --task text --ranks 2 --steps 1600"
     for task in ("digits", "text", "speed"):

@@ -248,6 +248,14 @@ def early_onebit(every: Results) -> str:
     return f"One-bit gradients from update 100 instead of 1000 lose {gap:.1f} %."
 
 
+def local_gain(every: Results) -> str:
+    """README: meeting rarely on slow links, by the best DDP."""
+    found = [entry for entry in _of(every, "local") if entry["kind"] == "speed"]
+    best = [max(r["gain"] for r in e["rows"] if r["name"].startswith("local")) for e in found]
+    rates = " and ".join(entry["rate"] for entry in found)
+    return f"{_to(best, 0)} at {rates}, where an update computes for 0.15 s"
+
+
 def prefetch_gain(every: Results) -> str:
     """README: epochs that are mostly loading."""
     rows = [
@@ -416,7 +424,8 @@ QUOTES: Mapping[str, Callable[[Results], str]] = {
     for quote in (
         sharded_gain, busy_cores, codec_gains, one_host, exact_gains, sharded_rivals,
         sharded_bounds, peak_memory, codec_speeds, codec_memory, default_split,
-        one_host_accelerator, codec_losses, early_onebit, prefetch_gain, soak, recompute_cost,
+        one_host_accelerator, codec_losses, early_onebit, local_gain, prefetch_gain, soak,
+        recompute_cost,
         recompute_rivals, recompute_times, largest_batch, optimizer_gains, optimizer_gains_cuda,
         operators_within, prediction_errors, replay_errors, prediction_orders, advice_kept,
         auto_choices,

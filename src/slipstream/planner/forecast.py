@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from slipstream.errors import ClusterError
+from slipstream.errors import ClusterError, StrategyError
 from slipstream.planner.iteration.contention_fit import prepare
 from slipstream.planner.iteration.plan import CommPlan
 from slipstream.planner.iteration.simulate import predict, simulate
@@ -25,6 +25,7 @@ from slipstream.planner.search.ranking import (
     Prediction,
     ScaleOutPoint,
     rank,
+    seconds_of,
     what_if,
 )
 from slipstream.planner.search.unpredicted import Beside, beside
@@ -139,8 +140,13 @@ class Forecast:
         return self.rank(candidates.coded(self.base, self.workload, self.network))
 
     def all(self) -> list[Prediction]:
-        """Rank what is exact and what is lossy, each on ``base`` and on its best split."""
-        return self.rank(candidates.every(self.workload, self.network, self.base))
+        """Rank what is exact and what is lossy, each on ``base`` and on its best split, and ranks
+        that meet rarely."""
+        every = candidates.every(self.workload, self.network, self.base)
+        return self.rank([*every, *self._local()])
+
+    def _local(self) -> list[Strategy]:
+        return candidates.local(self.workload, self.network, self.base, self.updates)
 
     def rank(self, strategies: Iterable[Strategy]) -> list[Prediction]:
         """Predict these, the one to prefer first; see ``search.ranking.rank``."""
@@ -160,7 +166,7 @@ class Forecast:
 
     def seconds(self, strategy: Strategy) -> float:
         """Predict an iteration in the long run."""
-        return predict(self.workload, self._plan(strategy), self.network)
+        return seconds_of(strategy, self.workload, self.network)
 
     def samples_per_second(self, batch: int, recompute_share: float = 0.0) -> float:
         """Predict the speed of all ranks under ``base`` with other batches.
@@ -178,7 +184,16 @@ class Forecast:
         return float(larger.samples.sum()) * plan.accumulate / seconds
 
     def simulated(self, strategy: Strategy, steps: int) -> Trace:
-        """The trace that so many iterations would leave."""
+        """The trace that so many iterations would leave.
+
+        Raises:
+            StrategyError: ranks meet rarely in it: no iteration stands for all.
+        """
+        if strategy.local is not None:
+            raise StrategyError(
+                "a predicted trace of local: its iterations differ; predict another strategy, or "
+                "record the run"
+            )
         return simulate(self.workload, self._plan(strategy), self.network, steps=steps)
 
     def with_codecs(self, costs: Mapping[str, CodecCost]) -> Self:

@@ -26,6 +26,12 @@ def label(strategy: Strategy) -> str:
         ('by_bytes 4 (first 1, last 1)', 'single, no overlap', 'by_bytes 25 (first 1)')
     """
     gradients = strategy.gradients
+    if (local := strategy.local) is not None:
+        words = [f"local, {local.steps} steps"]
+        words += [f"{local.fragments} fragments"] if local.fragments > 1 else []
+        words += [f"delay {local.delay}"] if local.delay else []
+        words += [local.codec.kind] if local.codec else []
+        return ", ".join(words)
     words = [_split_label(gradients.split)]
     words += [_transport_label(gradients.transport)] if gradients.transport != FlatConfig() else []
     words += [] if gradients.overlap else ["no overlap"]

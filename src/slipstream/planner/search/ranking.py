@@ -10,6 +10,7 @@ from statistics import harmonic_mean
 from typing import NamedTuple
 
 from slipstream.gradients.layout import Gradient, plan_segments
+from slipstream.planner.iteration.local_cost import local_seconds
 from slipstream.planner.iteration.plan import CommPlan
 from slipstream.planner.iteration.simulate import predict
 from slipstream.planner.iteration.transport_cost import num_replicated, updated_part
@@ -165,7 +166,7 @@ def _prediction(
     updates: int | None = None,
 ) -> Prediction:
     plan = CommPlan.of(strategy, workload.gradients, network.codecs)
-    seconds = predict(workload, plan, network)
+    seconds = seconds_of(strategy, workload, network)
     if late := late_share(strategy, updates):  # DGC's warm-up counts as dense, which it nearly is
         dense = CommPlan.of(strategy.with_gradients(codec=None), workload.gradients)
         seconds = (1 - late) * seconds + late * predict(workload, dense, network)
@@ -182,14 +183,29 @@ def _prediction(
     )
 
 
+def seconds_of(strategy: Strategy, workload: Workload, network: NetworkProfile) -> float:
+    """Predict an update in the long run.
+
+    Raises:
+        StrategyError: the strategy does not fit the gradients, or its codec was not measured.
+        ClusterError: the transport needs a network that was not measured.
+    """
+    if strategy.local is not None:
+        return local_seconds(strategy, workload, network)
+    plan = CommPlan.of(strategy, workload.gradients, network.codecs)
+    return predict(workload, plan, network)
+
+
 def _memory(strategy: Strategy, workload: Workload) -> int:
     """Bytes of gradients, of what a codec keeps and of the optimizer's state; ``sharded`` keeps its
-    averages apart.
+    averages apart, ``local`` outer parameters, their momentum and a fragment on its way, twice.
 
     ``half_weights`` changes nothing: half the gradients and weights, and fp32 masters.
     """
     gradients, config = workload.gradients, strategy.gradients.transport
     exchanged = sum(map(_with_flag, gradients)) + _codec_memory(strategy, workload)
+    if (local := strategy.local) is not None:
+        exchanged += round((2 + 2 / local.fragments) * sum(g.num_bytes for g in gradients))
     if not isinstance(config, ShardedConfig):
         return exchanged + workload.optimizer_bytes
     replicated = num_replicated(gradients, config)
@@ -205,7 +221,7 @@ def _codec_memory(strategy: Strategy, workload: Workload) -> int:
     Vectors, of which PowerSGD keeps nothing, are counted; so is the optimizer's momentum beside
     DGC's, which takes its place.
     """
-    codec = strategy.gradients.codec
+    codec = strategy.gradients.codec if strategy.local is None else strategy.local.codec
     copies = 0.0 if codec is None else codec.copies(workload.num_ranks)
     return round(2 * copies * sum(gradient.num_bytes for gradient in workload.gradients))
 
