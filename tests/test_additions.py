@@ -31,7 +31,7 @@ from tests.harness.ranks import Ranks
 from tests.planner.networks import ethernet_profile
 
 
-class Int4Config(CodecVariant, kind="int4", exactness="lossy"):
+class NibbleConfig(CodecVariant, kind="nibble", exactness="lossy"):
     """Gradients travel in steps of a sixth of the largest value of their block."""
 
     block: int = 64
@@ -42,7 +42,7 @@ class Int4Config(CodecVariant, kind="int4", exactness="lossy"):
 
 
 @dataclass(frozen=True)
-class Int4Codec(BlockCodec):
+class NibbleCodec(BlockCodec):
     """Whole steps between -7 and 7, a byte each, as this is a toy."""
 
     bits: ClassVar[int] = 8
@@ -86,26 +86,26 @@ def add(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(TRANSPORTS, CountingConfig, CountingTransport)
     made = Codec(
         lambda config, bucket: bucket.compressor(
-            *(TwoPhaseCompressor, Int4Codec(config.block)),
+            *(TwoPhaseCompressor, NibbleCodec(config.block)),
             feedback=True,
             start_step=config.start_step,
         ),
-        lambda config, shape, dtype, _: Int4Codec(config.block).wire_bytes(prod(shape), dtype),
+        lambda config, shape, dtype, _: NibbleCodec(config.block).wire_bytes(prod(shape), dtype),
     )
-    patch.setitem(CODECS, Int4Config, made)
+    patch.setitem(CODECS, NibbleConfig, made)
 
 
-@pytest.mark.parametrize("text", ["int4", "{kind: int4, block: 128}"])
+@pytest.mark.parametrize("text", ["nibble", "{kind: nibble, block: 128}"])
 def test_a_strategy_file_names_them(text: str) -> None:
     strategy = Strategy.from_yaml(f"gradients: {{codec: {text}, transport: counting}}")
-    assert isinstance(strategy.gradients.codec, Int4Config)
+    assert isinstance(strategy.gradients.codec, NibbleConfig)
     assert isinstance(strategy.gradients.transport, CountingConfig)
     assert Strategy.from_yaml(strategy.to_yaml()) == strategy
     assert strategy.exactness == "lossy"
     with pytest.raises(StrategyError, match="block"):
-        Strategy.load({"gradients": {"codec": {"kind": "int4", "block": "many"}}})
+        Strategy.load({"gradients": {"codec": {"kind": "nibble", "block": "many"}}})
     with pytest.raises(StrategyError, match="allowed"):
-        Strategy.load({"gradients": {"codec": "int5"}})
+        Strategy.load({"gradients": {"codec": "nibbel"}})
 
 
 def trained(gradients: dict[str, Any], folder: str = "") -> tuple[Tensor, str, int, dict[str, Any]]:
@@ -137,7 +137,7 @@ def two() -> Iterator[Ranks]:
 def test_they_train_beside_all_the_rest(two: Ranks) -> None:
     plain = two.run(trained, {"split": "per_layer"})
     carried = two.run(trained, {"split": "per_layer", "transport": "counting"})
-    coded = two.run(trained, {"transport": "counting", "codec": "int4"})
+    coded = two.run(trained, {"transport": "counting", "codec": "nibble"})
     for (expected, *_), (same, report, started, _), (near, told, _, state) in zip(
         plain, carried, coded, strict=True
     ):
@@ -146,13 +146,13 @@ def test_they_train_beside_all_the_rest(two: Ranks) -> None:
         assert "counting" in report
         moved = (near - expected).norm() / expected.norm()
         assert 0 < moved < 0.02
-        assert "int4" in told
+        assert "nibble" in told
         assert state["codecs"]  # error feedback is saved
     assert torch.equal(coded[0][0], coded[1][0])
 
 
 @pytest.mark.usefixtures("added")
 def test_what_nobody_priced_is_refused_and_not_guessed(two: Ranks, tmp_path: Any) -> None:
-    two.run(trained, {"transport": "counting", "codec": "int4"}, str(tmp_path))
-    with pytest.raises(SlipstreamError, match=r"counting|int4"):
+    two.run(trained, {"transport": "counting", "codec": "nibble"}, str(tmp_path))
+    with pytest.raises(SlipstreamError, match=r"counting|nibble"):
         Forecast.of(read(tmp_path / "trace.json"), ethernet_profile(2))

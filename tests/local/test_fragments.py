@@ -8,7 +8,7 @@ from torch import nn
 
 from slipstream.gradients.segments import parameters_of
 from slipstream.local.fragments import cut
-from slipstream.local.schedule import Schedule
+from slipstream.local.schedule import MeetingSchedule
 
 shapes = st.lists(st.sampled_from([(), (1,), (3, 5), (40, 2), (7, 2, 3)]), min_size=1, max_size=9)
 
@@ -44,7 +44,7 @@ def test_layers_of_one_size_take_turns_and_a_large_one_is_cut() -> None:
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 5))
 def test_each_fragment_meets_once_a_round(steps: int, fragments: int, rounds: int) -> None:
     fragments = min(steps, fragments)
-    schedule = Schedule(steps, fragments, 0)
+    schedule = MeetingSchedule(steps, fragments, 0)
     updates = range(1, (rounds + 1) * steps + 1)
     sent = [fragment for update in updates for fragment in schedule.sent(update)]
     assert sent == [*range(fragments)] * (rounds + 1)

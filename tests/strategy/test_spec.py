@@ -286,6 +286,7 @@ def test_full_yaml_shows_every_setting_in_order():
         "  transport: {kind: flat}\n"
         "  codec: null\n"
         "  accumulate: 1\n"
+        "local: null\n"
         "parallel: {tensor: null, pipeline: null}\n"
         "precision: null\n"
         "memory: {recompute: null, offload: null}\n"

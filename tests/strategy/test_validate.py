@@ -37,7 +37,7 @@ WRONG: list[tuple[object, list[str]]] = [
     (_split(kind="single", single=3), ["gradients.split.single: no such setting; allowed: kind"]),
     (
         {1: 2},
-        ["1: no such setting; allowed: gradients, parallel, precision, memory, compute, "],
+        ["1: no such setting; allowed: gradients, local, parallel, precision, memory, compute, "],
     ),
     ({"trace": {1: 2}}, ["trace.1: no such setting; allowed: steps"]),
     # kinds

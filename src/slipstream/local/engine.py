@@ -45,7 +45,7 @@ class LocalEngine(GradientEngine):
 
     @property
     def split(self) -> SplitConfig:  # type: ignore[override]
-        """Of the strategy."""
+        """The strategy's split."""
         return self._own.split
 
     @property

@@ -19,7 +19,7 @@ from slipstream.gradients.segments import NamedParameter
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ParameterRows:
     """Rows of a parameter.
 
     Attributes:
@@ -58,7 +58,7 @@ class Fragment:
         buffers: names of buffers in floating point.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParameterRows, ...]
     buffers: tuple[str, ...]
 
     @property
@@ -87,11 +87,11 @@ def cut(model: nn.Module, trained: Sequence[NamedParameter], count: int) -> tupl
     """
     total = sum(t.parameter.nbytes for t in trained)
     target = max(-(-total // count), 1)
-    dealt: list[list[Piece]] = [[] for _ in range(count)]
+    dealt: list[list[ParameterRows]] = [[] for _ in range(count)]
     filled = [0] * count
     home: dict[str, int] = {}
     for layer, named in groupby(trained, key=lambda t: t.name.rpartition(".")[0]):
-        small: list[Piece] = []
+        small: list[ParameterRows] = []
         for piece in (piece for t in named for piece in _pieces(t, target)):
             if piece.is_whole:
                 small.append(piece)
@@ -110,7 +110,9 @@ def cut(model: nn.Module, trained: Sequence[NamedParameter], count: int) -> tupl
     )
 
 
-def _deal(pieces: Sequence[Piece], dealt: list[list[Piece]], filled: list[int]) -> int:
+def _deal(
+    pieces: Sequence[ParameterRows], dealt: list[list[ParameterRows]], filled: list[int]
+) -> int:
     """Give pieces to the fragment with the fewest bytes; which one."""
     chosen = filled.index(min(filled))
     dealt[chosen] += pieces
@@ -118,13 +120,13 @@ def _deal(pieces: Sequence[Piece], dealt: list[list[Piece]], filled: list[int]) 
     return chosen
 
 
-def _pieces(t: NamedParameter, target: int) -> Iterable[Piece]:
+def _pieces(t: NamedParameter, target: int) -> Iterable[ParameterRows]:
     """The parameter whole, or cut into rows where it is larger than a fragment."""
     rows = _rows(t.parameter)
     count = min(-(-t.parameter.nbytes // target), rows)
     borders = [number * rows // max(count, 1) for number in range(max(count, 1) + 1)]
     for first, last in pairwise(borders):
-        yield Piece(t.name, t.parameter, first, last)
+        yield ParameterRows(t.name, t.parameter, first, last)
 
 
 def _rows(parameter: torch.Tensor) -> int:

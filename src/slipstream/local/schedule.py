@@ -9,7 +9,7 @@ from slipstream.strategy import LocalConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class MeetingSchedule:
     """When each fragment is sent, and when what came back is merged.
 
     Fragment f of F is sent after update ``(f + 1) steps / F``, and every ``steps`` updates from
@@ -17,7 +17,7 @@ class Schedule:
     ``delay`` updates later, before the next one is sent.
 
     Example:
-        >>> schedule = Schedule(steps=4, fragments=2, delay=1)
+        >>> schedule = MeetingSchedule(steps=4, fragments=2, delay=1)
         >>> [(update, *schedule.sent(update)) for update in range(1, 9) if [*schedule.sent(update)]]
         [(2, 0), (4, 1), (6, 0), (8, 1)]
     """
@@ -27,7 +27,7 @@ class Schedule:
     delay: int
 
     @classmethod
-    def of(cls, config: LocalConfig) -> Schedule:
+    def of(cls, config: LocalConfig) -> MeetingSchedule:
         """The schedule of a strategy."""
         return cls(config.steps, config.fragments, config.delay)
 
@@ -42,7 +42,7 @@ class Schedule:
         """Updates from ``update`` until the next fragment is sent.
 
         Example:
-            >>> Schedule(steps=4, fragments=1, delay=0).next_meeting(3)
+            >>> MeetingSchedule(steps=4, fragments=1, delay=0).next_meeting(3)
             1
         """
         return next(n for n in range(1, self.steps + 1) if any(True for _ in self.sent(update + n)))

@@ -15,7 +15,7 @@ from slipstream.gradients.segments import NamedParameter
 from slipstream.local.engine import LocalEngine
 from slipstream.local.fragments import cut
 from slipstream.local.meeting import Flight, Meeting
-from slipstream.local.schedule import Schedule
+from slipstream.local.schedule import MeetingSchedule
 from slipstream.optim.elementwise import COUNTERS
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.strategy import LocalConfig, Row
@@ -58,7 +58,7 @@ class LocalTraining:
         self._model, self._optimizer, self._config, self._at = model, optimizer, config, at
         self._trained, self.ranks, self._engine = tuple(trained), ranks, engine
         self._channel, self._precision = channel, precision
-        self._schedule = Schedule.of(config)
+        self._schedule = MeetingSchedule.of(config)
         fragments = cut(model, trained, config.fragments)
         self._meetings = [Meeting(model, f, config, ranks, n) for n, f in enumerate(fragments)]
         self._weights = [0] * len(self._meetings)  # updates since each was last sent
@@ -235,7 +235,7 @@ class LocalTraining:
     # State.
 
     def state(self) -> dict[str, Any]:
-        """What all ranks have alike: outer parameters, momentum, and means that are not merged."""
+        """State that all ranks have alike: outer parameters, momentum, means not merged yet."""
         self._land()
         return {
             "updates": self.updates,
@@ -244,7 +244,7 @@ class LocalTraining:
         }
 
     def rank_state(self) -> dict[str, Any]:
-        """What this rank has alone, its model included."""
+        """State that this rank has alone, its model included."""
         self._land()
         model = {k: v.clone() for k, v in self._model.state_dict().items()}
         own = [meeting.rank_state() for meeting in self._meetings]
