@@ -22,6 +22,8 @@ LACKS = {
     "all there is session.clip_grad_norm_() (docs/parallel.md)",
     "whole parameters": "a rank has its shards of split parameters, as tensors of their own shape: "
     "what a script computes of them is of the shards (docs/parallel.md)",
+    "one update": "each rank updates on its own gradients, and skips its own updates: what is not "
+    "linear in them, and the optimizer's state, differ from rank to rank (docs/local.md)",
     "own batches": "ranks that share a model train on the same batches, so none differs",
 }
 
@@ -39,6 +41,9 @@ def not_applicable(technique: Technique, habit: Habit) -> str | None:
         lacking.add("vmap")
     if technique.deals:
         lacking.add("same batches")
+    local = technique.strategy.get("local", {})
+    if local and not local.get("warm_up"):
+        lacking.add("one update")
     parallel = technique.strategy.get("parallel", {})
     if technique.shares_batches:
         lacking |= {"own batches", "all gradients"}

@@ -29,6 +29,7 @@ from torch import nn
 
 from slipstream.codecs import Compressor, Ranks, make_compressor
 from slipstream.codecs.compressor import is_finite
+from slipstream.errors import UsageError
 from slipstream.local.fragments import Fragment
 from slipstream.strategy import LocalConfig
 from slipstream.transport.requests import AllReduce, ExchangeSteps
@@ -73,6 +74,7 @@ class Meeting:
         self, model: nn.Module, fragment: Fragment, config: LocalConfig, ranks: Ranks, seed: int
     ) -> None:
         self._model, self.fragment, self._config, self._ranks = model, fragment, config, ranks
+        self._sizes: list[tuple[int, ...]] = []  # of buffers
         first = fragment.pieces[0].values
         self._device = first.device
         widest = max((piece.values.dtype for piece in fragment.pieces), key=lambda d: d.itemsize)
@@ -116,8 +118,21 @@ class Meeting:
         return [(v, part.view(v.shape)) for v, part in zip(values, parts, strict=True)]
 
     def read_buffers(self) -> torch.Tensor:
-        """Copy this rank's buffers."""
+        """Copy this rank's buffers.
+
+        Raises:
+            UsageError: one has another size than when the ranks compared them.
+        """
         named = [self._model.get_buffer(name) for name in self.fragment.buffers]
+        sizes = [tuple(buffer.shape) for buffer in named]
+        self._sizes = self._sizes or sizes
+        for name, before, now in zip(self.fragment.buffers, self._sizes, sizes, strict=True):
+            if before != now:
+                raise UsageError(
+                    f"buffer {name} was {before} at accelerate() and is {now} now; it is averaged "
+                    "over ranks, so its size must stay: keep what grows in a plain attribute of "
+                    "the module"
+                )
         flat = [buffer.detach().reshape(-1).to(self.dtype) for buffer in named]
         return torch.cat([torch.empty(0, dtype=self.dtype, device=self._device), *flat])
 

@@ -86,6 +86,7 @@ class TrainingLoop:
         self._by_hand: bool | None = None  # inside one by hand; True: it is skipped
         self._used = False  # by one by hand, which leaves the gradients
         self._broken_off = False  # an update has begun and not ended
+        self._meetings_due: list[bool] = []  # of ended updates: whether this rank has changed
 
     @property
     def whole(self) -> WholeModel:
@@ -174,7 +175,7 @@ class TrainingLoop:
             raise messages.gradients_kept()
         if self._used:
             self._clear()
-        self.settle()
+        self.settle(in_forward=True)
         self._check_sums()
         self.whole.check_gradients()
         self.momentum_correction.check_loads()
@@ -203,6 +204,7 @@ class TrainingLoop:
                 run()
             self.tracer.backward_ends()
             self.engine.end()
+            self._meet()
         except BaseException as error:  # an interrupt, too, which the script may survive
             self.engine.abort(error)
             self.whole.abort(error)
@@ -272,10 +274,21 @@ class TrainingLoop:
             self.whole.clip_grad_norm_(max_norm)
         return self._update()
 
-    def settle(self) -> None:
-        """Forget an update that the script has skipped, by zeroing its gradients."""
+    def settle(self, *, in_forward: bool = False) -> None:
+        """Forget an update that the script has skipped, by zeroing its gradients. ``in_forward``: a
+        graph waits for its backward."""
         if self.update_due and self._is_zeroed():
             self._end_update(None)
+        if not in_forward:
+            self._meet()
+
+    def _meet(self) -> None:
+        """Tell the meetings of updates that have ended, where no graph is waiting for backward: its
+        parameters must stay as they are. That is so but where a script has skipped an update,
+        which shows when it calls backward again.
+        """
+        while self.local is not None and self._meetings_due:
+            self.local.updated(self._meetings_due.pop(0))
 
     def _update(self) -> bool:
         skip = self._begin_update(by_hand=False)
@@ -326,7 +339,9 @@ class TrainingLoop:
             self.precision.updated(skip)
         self.engine.updated(self.steps, used=skip is False, late=skip is None)
         if self.local is not None:
-            self.local.updated(worked)
+            self._meetings_due.append(worked)
+            if skip is not None:
+                self._meet()
         self.tracer.update_ends()  # last, as it may change the split
         self._broken_off = False
 

@@ -47,7 +47,7 @@ def says_too_much(run: Loop) -> None:
     run.epoch()
 
 
-@habit("length says too little on one rank", *NEEDS, apart=True)
+@habit("length says too little on one rank", *NEEDS, "one update", apart=True)
 def says_too_little(run: Loop) -> None:
     run.loader = Loader((3, 5), says=3)
     run.start()

@@ -36,7 +36,7 @@ def twice(run: Loop) -> None:
     run.update()
 
 
-@habit("closed in an epoch, plain loop after it", "session", "optimizer's momentum")
+@habit("closed in an epoch, plain loop after it", "session", "optimizer's momentum", "one update")
 def plain_after(run: Loop) -> None:
     run.start()
     run.epoch(limit=2)

@@ -148,7 +148,7 @@ def clipping_inside_by_torch(run: Loop) -> None:
         run.step()
 
 
-@habit("gradients read", "optimizer's momentum", "all gradients")
+@habit("gradients read", "optimizer's momentum", "all gradients", "one update")
 def gradients_read(run: Loop) -> None:
     run.start()
     for _ in range(3):
@@ -157,7 +157,7 @@ def gradients_read(run: Loop) -> None:
         run.step()
 
 
-@habit("gradients changed in place")
+@habit("gradients changed in place", "one update")
 def gradients_changed(run: Loop) -> None:
     run.start()
     for _ in range(3):
@@ -245,7 +245,7 @@ def own_scale(run: Loop) -> None:
     run.update(times=3, scale=8.0)
 
 
-@habit("loss scale, overflow on one rank", "own batches")
+@habit("loss scale, overflow on one rank", "own batches", "one update")
 def overflow_on_one_rank(run: Loop) -> None:
     def overflows(model: nn.Module, batch: Batch) -> Tensor:
         return mse(model, batch) * (float("inf") if batch.rank == 1 else 1.0)
@@ -287,7 +287,7 @@ def grad_scaler_clips(run: Loop) -> None:
     _by_scaler(run, clips=True)
 
 
-@habit("torch's GradScaler loop, overflow on one rank", "own batches")
+@habit("torch's GradScaler loop, overflow on one rank", "own batches", "one update")
 def grad_scaler_overflow(run: Loop) -> None:
     _by_scaler(run, clips=False, overflow=True)
 
