@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(900)
 NAMES = [technique.name for technique in TECHNIQUES]
 IN_SUITE = (
     *("hierarchical", "sharded", "int8 feedback", "accumulate", "half_weights sharded"),
-    *("fuse_optimizer adamw", "balance", "pipeline parallel", "DdpCodec onebit"),
+    *("fuse_optimizer adamw", "balance", "pipeline parallel", "DdpCodec onebit", "local"),
 )
 """Rows that the suite runs: one of each kind, as all of them take ten minutes; the others are run
 by the command that makes the page."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from slipstream.errors import StrategyError
+from slipstream.errors import StrategyError, TraceError
+from slipstream.planner.forecast import Forecast
 from slipstream.planner.iteration.local_cost import codec_cost, local_seconds
 from slipstream.planner.iteration.transport_cost import ExchangeCurve
 from slipstream.planner.network.costs import CodecCost
@@ -13,6 +16,7 @@ from slipstream.planner.search.candidates import ENOUGH, local
 from slipstream.planner.search.label import label
 from slipstream.planner.search.ranking import rank
 from slipstream.strategy import LocalConfig, Strategy
+from tests.harness.traces import by_hand
 from tests.planner.networks import ethernet_profile
 from tests.planner.workloads import workload
 
@@ -59,6 +63,18 @@ def test_the_fewest_steps_that_hide_the_exchange_are_proposed() -> None:
     first, *_ = rank([Strategy(), chosen], WORK, network)
     assert first.strategy == chosen
     assert first.exactness == "lossy"
+
+
+def test_a_run_that_meets_rarely_is_no_base_for_predictions() -> None:
+    trace = by_hand()
+    meta = {**trace.meta, "strategy": {"local": {"steps": 4}}}
+    with pytest.raises(TraceError, match="under local"):
+        Forecast.of(replace(trace, meta=meta), ethernet_profile(2))
+    base = Strategy()
+    forecast = Forecast(trace, base, WORK, SLOW, SLOW)
+    with pytest.raises(StrategyError, match="local"):
+        forecast.simulated(of(steps=4), steps=1)
+    assert any(one.strategy.local for one in forecast.all())
 
 
 def test_it_is_not_proposed_where_it_does_not_pay() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from slipstream.errors import ClusterError, StrategyError
+from slipstream.errors import ClusterError, StrategyError, TraceError
 from slipstream.planner.iteration.contention_fit import prepare
 from slipstream.planner.iteration.plan import CommPlan
 from slipstream.planner.iteration.simulate import predict, simulate
@@ -79,9 +79,15 @@ class Forecast:
         Raises:
             ClusterError: the network was measured on another number of ranks.
             StrategyError: the trace has a strategy or a codec that is not known here.
-            TraceError: the trace lacks what a prediction needs.
+            TraceError: the trace lacks what a prediction needs, or ranks met rarely in it.
         """
         base = base or traced_strategy(trace)
+        if base.local is not None:
+            raise TraceError(
+                "this trace is of a run under local, whose iterations exchange nothing, or a "
+                "fragment now and then: nothing can be predicted from it; record a few iterations "
+                "without local"
+            )
         workload, fitted = prepare(trace, network)
         return cls(trace, base, workload, fitted, fitted, updates)
 

@@ -338,11 +338,11 @@ class TrainingLoop:
         if skip is not None:
             self.precision.updated(skip)
         self.engine.updated(self.steps, used=skip is False, late=skip is None)
-        if self.local is not None:
+        self.tracer.update_ends()  # last, as it may change the split
+        if self.local is not None:  # after it: a meeting is no work of the optimizer
             self._meetings_due.append(worked)
             if skip is not None:
                 self._meet()
-        self.tracer.update_ends()  # last, as it may change the split
         self._broken_off = False
 
     def _step_begins(self, closure: object) -> None:
