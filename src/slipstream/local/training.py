@@ -262,6 +262,7 @@ class LocalTraining:
         Raises:
             UsageError: its fragments are others.
         """
+        self._land()  # a thread still writes into what is replaced
         if state is None:
             self.updates = steps
             self.parameters_loaded()

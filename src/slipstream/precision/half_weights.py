@@ -82,6 +82,8 @@ class HalfWeights:
 
     def close(self) -> None:
         """Restore parameters from their masters, in their former dtypes; idempotent."""
+        # In this order: what the script has written into 16-bit weights goes into the masters, then
+        # hooks that keep both alike come off, and only then do parameters change their types.
         self._masters.refresh()
         self._masters.swap_out()
         while self._undo:
@@ -134,7 +136,7 @@ class HalfWeights:
         self._recast(parameter, torch.float32)
         gradient = None if parameter.grad is None else parameter.grad.float()
         before, values = parameter.data, parameter.data.to(dtype)
-        parameter.grad = None
+        parameter.grad = None  # torch refuses data of another type than the gradient's
         parameter.data = values
         parameter.grad_dtype = torch.float32
         parameter.grad = gradient

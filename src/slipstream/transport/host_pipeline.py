@@ -129,6 +129,7 @@ class ChunkPipeline:
         except Exception as error:  # of any kind: others wait for what was submitted
             self._fail(error)
         finally:
+            # Under the lock: abort() must not shut a number down that is another file's by then.
             with self._lock:
                 self._closing = True
                 for peer in self._line.values():

@@ -151,6 +151,8 @@ class Passes:
         if not coming:
             coming = deque([self._drawn(position)])
         else:
+            # The generator comes to where it would be now without reading ahead: what the script
+            # draws from it next must be what it would have drawn.
             if coming[0].draws:
                 self._generator.set_state(coming[0].after)
             if not coming[0].draws or self._seeds is not self._generator:
