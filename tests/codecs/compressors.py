@@ -16,6 +16,7 @@ from slipstream.strategy import (
     OneBitConfig,
     PlainCodecConfig,
     PowerSgdConfig,
+    TopKConfig,
 )
 from slipstream.transport.requests import AllGather, AllReduce, AllToAll, ExchangeSteps, sent_bytes
 
@@ -29,6 +30,8 @@ CONFIGS = {
     "int4, small blocks": Int4Config(block=8),
     "onebit": OneBitConfig(start_step=0),
     "onebit, small blocks": OneBitConfig(block=64, start_step=0),
+    "topk": TopKConfig(chunk=64, keep=8),
+    "topk, later": TopKConfig(chunk=64, keep=8, start_step=2),
     "dgc": DgcConfig(density=0.05, warmup_steps=0),
     "dgc, warm-up": DgcConfig(density=0.05, start_step=1, warmup_steps=2, warmup=(0.5, 0.1)),
     "powersgd": PowerSgdConfig(rank=2, start_step=0),
@@ -40,7 +43,7 @@ CONFIGS = {
 FED_BACK = [
     name
     for name, config in CONFIGS.items()
-    if isinstance(config, OneBitConfig | DgcConfig | Int4Config)
+    if isinstance(config, OneBitConfig | DgcConfig | Int4Config | TopKConfig)
     or getattr(config, "error_feedback", False)
 ]
 

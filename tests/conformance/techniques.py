@@ -320,6 +320,7 @@ def _fuse_swin(model: nn.Module) -> Any:
 
 ONE_BIT = {"kind": "onebit", "block": 64, "start_step": 1}
 ALL_VALUES = {"kind": "dgc", "density": 1.0, "warmup_steps": 0}
+MOST_VALUES = {"kind": "topk", "chunk": 8, "keep": 6}
 FULL_RANK = {"kind": "powersgd", "rank": 8, "start_step": 1, "min_compression_rate": 1.0}
 TWO_BY_NAME = {"kind": "by_name", "rules": [{"match": "*.bias"}, {"match": "*", "codec": "half"}]}
 
@@ -348,6 +349,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     codec("int8 feedback", {"kind": "int8", "block": 64, "error_feedback": True}, 0.05),
     codec("int4", {"kind": "int4", "block": 8}, 0.2),
     codec("onebit", ONE_BIT, 0.9),
+    codec("topk", MOST_VALUES, 0.6),
     codec("dgc", ALL_VALUES, 0.01),
     codec("powersgd", FULL_RANK, 0.05),
     codec("by_name", TWO_BY_NAME, 0.02),
@@ -441,6 +443,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     hook({"kind": "int4", "block": 8}, 0.2),
     hook({"kind": "int8", "block": 64}, 0.05),
     hook(ONE_BIT, 0.9),
+    hook(MOST_VALUES, 0.6),
     hook(ALL_VALUES, 0.01),
     hook(FULL_RANK, 0.05),
     hook(TWO_BY_NAME, 0.02),

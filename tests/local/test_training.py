@@ -79,6 +79,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "half": {"steps": 4, "codec": "half"},
     "int8": {"steps": 4, "delay": 1, "codec": "int8"},
     "int4": {"steps": 3, "fragments": 2, "delay": 1, "codec": {"kind": "int4", "block": 8}},
+    "topk": {
+        "steps": 3,
+        "momentum": 0.0,
+        "codec": {"kind": "topk", "chunk": 64, "keep": 8, "decay": 0.95},
+    },
     "onebit": {"steps": 3, "codec": {"kind": "onebit", "block": 64, "start_step": 6}},
     "powersgd": {"steps": 3, "fragments": 2, "codec": {"kind": "powersgd", "start_step": 0}},
 }

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from slipstream.codecs.compressor import SlotState, memory_order
-from slipstream.strategy import HalfConfig, Int8Config, OneBitConfig, PlainCodecConfig
+from slipstream.strategy import (
+    HalfConfig,
+    Int4Config,
+    Int8Config,
+    OneBitConfig,
+    PlainCodecConfig,
+    TopKConfig,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +46,11 @@ def allowed_borders(codec: PlainCodecConfig, slots: Sequence[slice], hosts: int)
     """
     end = slots[-1].stop
     match codec:
-        case Int8Config() | OneBitConfig():
+        case Int8Config() | Int4Config() | OneBitConfig():
             unit = codec.block * hosts
             return range(0, -(-end // unit) * unit + 1, unit)
+        case TopKConfig():
+            return range(0, -(-end // codec.chunk) * codec.chunk + 1, codec.chunk)
         case HalfConfig():
             return range(end + 1)
         case _:

@@ -18,6 +18,7 @@ from slipstream.codecs.int4 import Int4Codec
 from slipstream.codecs.int8 import Int8Codec
 from slipstream.codecs.onebit import OneBitCodec
 from slipstream.codecs.powersgd import PowerSgdCodec, PowerSgdCompressor
+from slipstream.codecs.topk import TopKCodec, TopKCompressor
 from slipstream.codecs.two_phase import TwoPhaseCompressor
 from slipstream.strategy import (
     CodecVariant,
@@ -27,6 +28,7 @@ from slipstream.strategy import (
     Int8Config,
     OneBitConfig,
     PowerSgdConfig,
+    TopKConfig,
 )
 
 
@@ -95,6 +97,17 @@ def _onebit(config: OneBitConfig, bucket: CompressorBucket) -> Compressor:
     return bucket.compressor(TwoPhaseCompressor, OneBitCodec(config.block), **settings)
 
 
+def _topk(config: TopKConfig, bucket: CompressorBucket) -> Compressor:
+    settings = {"decay": config.decay, "start_step": config.start_step}
+    return bucket.compressor(TopKCompressor, TopKCodec(config.chunk, config.keep), **settings)
+
+
+def _topk_bytes(config: TopKConfig, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> int:
+    """Count bytes of a part of a bucket: what is gathered comes from every rank, as of DGC."""
+    row = TopKCodec(config.chunk, config.keep).wire_bytes(1)
+    return -(-prod(shape) * row // config.chunk) * ranks // 2
+
+
 def _dgc(config: DgcConfig, bucket: CompressorBucket) -> Compressor:
     momenta = bucket.momenta or [Momentum(0.0)] * len(bucket.shapes)
     settings = {"momenta": momenta, "stages": config.stages, "clip": config.clip}
@@ -135,6 +148,7 @@ CODECS: dict[type[CodecVariant], Codec] = {
     OneBitConfig: Codec(
         _onebit, lambda c, shape, dtype, _: OneBitCodec(c.block).wire_bytes(prod(shape), dtype)
     ),
+    TopKConfig: Codec(_topk, _topk_bytes),
     DgcConfig: Codec(_dgc, _dgc_bytes),
     PowerSgdConfig: Codec(_powersgd, _powersgd_bytes),
 }

@@ -16,6 +16,7 @@ from slipstream.strategy.codec import (
     OneBitConfig as OneBitConfig,
     PlainCodecConfig as PlainCodecConfig,
     PowerSgdConfig as PowerSgdConfig,
+    TopKConfig as TopKConfig,
     at_once as at_once,
     codec_of as codec_of,
     keeps_state as keeps_state,

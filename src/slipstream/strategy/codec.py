@@ -5,7 +5,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import Annotated, ClassVar, Literal, Self, TypeVar, cast
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, field_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, field_validator, model_validator
 
 from slipstream.strategy.setting import OneOf, Setting, Variant
 
@@ -234,7 +234,41 @@ class PowerSgdConfig(CodecVariant, kind="powersgd", exactness="lossy"):
         return 1.0
 
 
-PlainCodecConfig = HalfConfig | Int8Config | Int4Config | OneBitConfig | DgcConfig | PowerSgdConfig
+class TopKConfig(CodecVariant, kind="topk", exactness="lossy"):
+    """The largest values of each chunk travel as 8-bit integers; the others are added to the next.
+
+    Example:
+        >>> TopKConfig(decay=0.95).keep
+        64
+    """
+
+    chunk: int = Field(default=4096, ge=8, le=65536, multiple_of=8)
+    """Values of which the largest are sent."""
+
+    keep: int = Field(default=64, ge=1)
+    """Values of a chunk that are sent."""
+
+    decay: _Part = 1.0
+    """What is left, from exchange to exchange, of a value that is not sent. Below 1 it works as
+    momentum: with ``local`` set ``momentum: 0`` beside it."""
+
+    start_step: NonNegativeInt = 0
+    """Updates that send values uncompressed first."""
+
+    @model_validator(mode="after")
+    def _keeps_some(self) -> TopKConfig:
+        if self.keep > self.chunk:
+            raise ValueError(f"keep {self.keep} is more than chunk {self.chunk}; allowed: less")
+        return self
+
+    def copies(self, ranks: int) -> float:
+        """The error of what a rank sends."""
+        return 1.0
+
+
+PlainCodecConfig = (
+    HalfConfig | Int8Config | Int4Config | OneBitConfig | TopKConfig | DgcConfig | PowerSgdConfig
+)
 _OneCodec = Annotated[PlainCodecConfig, OneOf(family=CodecVariant)]
 
 
