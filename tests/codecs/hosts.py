@@ -34,7 +34,9 @@ NODES: Mapping[str, Sequence[Sequence[int]]] = {
 
 CODECS = {
     name: CONFIGS[name]
-    for name in ("int8", "int8, feedback", "int8, stochastic, feedback", "onebit", "dgc")
+    for name in (
+        *("int8", "int8, feedback", "int8, stochastic, feedback", "int4", "onebit", "topk", "dgc"),
+    )
 } | {"bf16": HalfConfig(), "dgc, warm-up": CONFIGS["dgc, warm-up"], "powersgd": CONFIGS["powersgd"]}
 
 
