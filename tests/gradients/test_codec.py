@@ -69,7 +69,9 @@ PROGRESS = {
     "fp16": 0.99,
     "int8": 0.99,
     "int8, stochastic": 0.99,
+    "int4": 0.99,
     "onebit": 0.99,
+    "topk": 0.9,
     "dgc": 0.6,  # a value that is sent loses its momentum
     "powersgd": 0.99,
     "by name": 0.99,
