@@ -56,9 +56,14 @@ LOCAL: dict[str, dict[str, Any]] = {
     **{f"{steps} steps, int4": {"steps": steps, "codec": "int4"} for steps in (8, 16, 32)},
     "16 steps, int8": {"steps": 16, "codec": "int8"},
     "16 steps, onebit": {"steps": 16, "codec": {"kind": "onebit", "start_step": 0}},
-    "16 steps, 4 fragments, delay 2": {"steps": 16, "fragments": 4, "delay": 2},
-    "16 steps, 4 fragments, delay 2, int4": {
-        "steps": 16, "fragments": 4, "delay": 2, "codec": "int4"
+    **{
+        f"16 steps, 4 fragments, delay 4{', ' * bool(codec)}{codec}": {
+            "steps": 16, "fragments": 4, "delay": 4, "codec": codec or None
+        }
+        for codec in ("", "int8", "int4")
+    },
+    "16 steps, topk": {
+        "steps": 16, "momentum": 0.0, "codec": {"kind": "topk", "decay": 0.95}
     },
     "32 steps, 4 fragments, delay 4": {"steps": 32, "fragments": 4, "delay": 4},
     "32 steps, 4 fragments, delay 4, mix 0.5": {
