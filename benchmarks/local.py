@@ -73,7 +73,7 @@ LOCAL: dict[str, dict[str, Any]] = {
     "16 steps, plain means": {"steps": 16, "lr": 1.0, "momentum": 0.0},
 }  # fmt: skip
 OTHERS = ("data parallel", "data parallel and outer steps", "torch, post-local SGD, 16 steps")
-POINTS = 16
+POINTS = 8
 """On a curve of losses."""
 
 
@@ -83,7 +83,7 @@ def causal_task(batch: int = 4) -> Task:
     tokens = data.stdlib_tokens(vocabulary)
     rows = tokens[: len(tokens) // length * length].view(-1, length)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
-    held_out, train = rows[order[:512]], rows[order[512:]]
+    held_out, train = rows[order[:256]], rows[order[256:]]
 
     def build() -> nn.Module:
         config = GPT2Config(
