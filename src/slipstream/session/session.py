@@ -459,8 +459,8 @@ class Session(Generic[M, O]):
         loop, cluster = self._loop, self._cluster
         if error[0] is None and loop.failed:  # an error that the script has caught
             error = (UsageError, UsageError("the ranks are out of step"), None)
-        if error[0] is None:
-            loop.settle()
+        if error[0] is None and loop.local is not None:
+            loop.settle()  # an update that the script has skipped at the end counts for a meeting
         complaint = loop.complaint() if error[0] is None else None
         in_flight, self._last_segments = loop.engine.in_flight, loop.engine.segments
         self._skipped = loop.skipped
