@@ -14,6 +14,7 @@ from torch.optim import SGD, AdamW
 
 import slipstream
 from slipstream.errors import StrategyError, UsageError
+from slipstream.local.model import LocalModel
 from slipstream.strategy import LocalConfig, Strategy
 from tests.harness.counters import collectives
 from tests.harness.ranks import Ranks
@@ -362,7 +363,10 @@ def bf16_parameters() -> tuple[Tensor, torch.dtype]:
     for update in range(8):
         session.backward(loss_of(model, session.rank, update))
         session.step()
-    meeting = session._sharding.model.training._meetings[0]
+    whole = session._sharding.model
+    assert isinstance(whole, LocalModel)
+    assert whole.training is not None
+    meeting = whole.training._meetings[0]
     outer = meeting.outer.clone()
     session.close()
     return outer, meeting.dtype
