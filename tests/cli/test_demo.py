@@ -250,13 +250,13 @@ def two() -> Iterator[Ranks]:
         yield ranks
 
 
-def train_in_turn() -> dict[str, object]:
+def train_in_turn(transport: str) -> dict[str, object]:
     """Two updates of the exact training alone, then three of all."""
     torch.set_num_threads(1)
     train, _ = task.digits()
     batches = task.batches(train, 5, dist.get_rank(), dist.get_world_size())
-    coded = Strategy.load({"gradients": {"codec": "half"}})
-    exact = Slipstream(5, Strategy())
+    coded = Strategy.load({"gradients": {"codec": "half", "transport": transport}})
+    exact = Slipstream(5, Strategy.load({"gradients": {"transport": transport}}))
     for batch in batches[:2]:
         exact.train(batch)
     trainings = {
@@ -278,8 +278,11 @@ def train_in_turn() -> dict[str, object]:
     }
 
 
-def test_all_continue_from_the_exact_training_and_only_the_lossy_one_departs(two: Ranks) -> None:
-    for got in two.run(train_in_turn):
+@pytest.mark.parametrize("transport", ["flat", "sharded"])  # what auto may have chosen
+def test_all_continue_from_the_exact_training_and_only_the_lossy_one_departs(
+    two: Ranks, transport: str
+) -> None:
+    for got in two.run(train_in_turn, transport):
         assert got["apart"][EXACT] == 0
         assert got["apart"][LOSSY] > 10 * ROUNDING  # the check would see what a codec does
         losses = got["losses"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from copy import deepcopy
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,10 +39,14 @@ class DemoTraining:
         """Collectives for the gradients of an iteration."""
         return 0
 
+    def optimizer_state(self) -> dict[str, Any]:
+        """State of the whole optimizer."""
+        return self.optimizer.state_dict()
+
     def continue_from(self, other: DemoTraining) -> None:
-        """Take over weights, momentum and learning rate."""
+        """Take over weights, momentum and learning rate; all ranks call it."""
         self.model.load_state_dict(other.model.state_dict())
-        self.optimizer.load_state_dict(deepcopy(other.optimizer.state_dict()))
+        self.optimizer.load_state_dict(deepcopy(other.optimizer_state()))
         self._schedule.load_state_dict(other._schedule.state_dict())
         self.losses = [*other.losses]
 
@@ -119,6 +124,11 @@ class Slipstream(DemoTraining):
         """Segments of an iteration, counted by dtype."""
         return sum(segment.num_collectives for segment in self.session.segments)
 
+    def optimizer_state(self) -> dict[str, Any]:
+        """Gathered where each rank has a shard of it."""
+        state: dict[str, Any] = self.session.checkpoint("optimizer")["optimizer"]
+        return state
+
     def close(self) -> None:
         self.session.close()
 
@@ -133,16 +143,14 @@ class Slipstream(DemoTraining):
 def distance(one: DemoTraining, other: DemoTraining) -> float:
     """The largest relative difference of a parameter or its momentum: ``|p - q| / |q|``, 2-norms.
 
-    Momentum holds the last gradient in full, where parameters hold it times the learning rate.
+    Momentum holds the last gradient in full, where parameters hold it times the learning rate. All
+    ranks call it.
     """
-    pairs = list(zip(one.model.parameters(), other.model.parameters(), strict=True))
-    tensors = [
-        *pairs,
-        *((_momentum(one, p), _momentum(other, q)) for p, q in pairs),
-    ]
-    return max(float((p - q).norm() / q.norm()) for p, q in tensors)
+    tensors = [(*training.model.parameters(), *_momenta(training)) for training in (one, other)]
+    return max(float((p - q).norm() / q.norm()) for p, q in zip(*tensors, strict=True))
 
 
-def _momentum(training: DemoTraining, parameter: nn.Parameter) -> Tensor:
-    buffer: Tensor = training.optimizer.state[parameter]["momentum_buffer"]
-    return buffer
+def _momenta(training: DemoTraining) -> list[Tensor]:
+    """By parameter, in the order of the optimizer."""
+    states = training.optimizer_state()["state"]
+    return [states[number]["momentum_buffer"] for number in sorted(states)]
