@@ -425,6 +425,51 @@ def test_no_training_on_the_outer_parameters() -> None:
     assert "with block" in inside_evaluating()
 
 
+def loaded_by_hand() -> tuple[Tensor, Tensor]:
+    other = build()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.5)
+    model = build()
+    local = {"steps": 4, "inner_state": "reset"}
+    session = slipstream.accelerate(model, SGD(model.parameters(), lr=0.0), None, {"local": local})
+    model.load_state_dict(other.state_dict())  # as a script that resumes
+    for update in range(4):
+        session.backward(loss_of(model, session.rank, update))
+        session.step()
+    session.close()
+    return flat(model.parameters()), flat(other.parameters())
+
+
+def test_a_model_loaded_after_accelerate_is_what_rounds_begin_with() -> None:
+    found, loaded = loaded_by_hand()
+    assert torch.equal(found, loaded)
+
+
+@pytest.mark.parametrize("verb", ["step", "checkpoint", "restore", "close"])
+def test_the_outer_parameters_do_not_pass_for_those_of_a_rank(verb: str) -> None:
+    model = build()
+    session = slipstream.accelerate(model, sgd(model), None, {"local": {"steps": 4}})
+    session.backward(loss_of(model, 0, 1))
+    session.step()
+    state = session.checkpoint()
+    if verb == "step":
+        session.backward(loss_of(model, 0, 2))
+    call: dict[str, Any] = {
+        "step": session.step,
+        "checkpoint": lambda: session.checkpoint(sharded=True),
+        "restore": lambda: session.restore(state),
+        "close": session.close,
+    }
+    before = flat(model.parameters())
+    with session.evaluating(), pytest.raises(UsageError, match="evaluating"):
+        call[verb]()
+    assert torch.equal(flat(model.parameters()), before)
+    if verb == "step":
+        session.step()
+    session.close()
+
+
 def partial_round(updates: int) -> Tensor:
     model = build()
     local = {"steps": 8, "fragments": 2, "delay": 1}

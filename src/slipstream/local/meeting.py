@@ -98,6 +98,14 @@ class Meeting:
         self.outer.copy_(self.read())
         self.buffers.copy_(self.read_buffers())
 
+    def begin_anew(self) -> None:
+        """Forget momentum, what codecs have left out, and what is on its way."""
+        self.take_outer()
+        self._optimizer.state.clear()
+        self.flight = None
+        if self._compressor is not None:
+            self._compressor.load([{} for _ in self._compressor.slots])
+
     # Flat tensors of the fragment's values.
 
     def read(self) -> torch.Tensor:

@@ -89,11 +89,9 @@ class LocalTraining:
         """
         if self._failure is not None:
             raise ExchangeError(self._failure)
-        if self.evaluates:
-            raise UsageError(
-                "backward() inside session.evaluating(): the model has the outer parameters there; "
-                "train after the with block"
-            )
+        self.check_outside("backward")
+        if self.updates == self._config.warm_up:  # a script may have loaded a model until now
+            self._begin()
         known = {t.parameter for t in self._trained}
         for name, p in self._model.named_parameters():
             if p.requires_grad and p not in known:
@@ -101,6 +99,18 @@ class LocalTraining:
                     f"parameter {name} was frozen at accelerate() and trains now: no meeting "
                     "averages it; close() the session, thaw it, and accelerate() again"
                 )
+
+    def check_outside(self, verb: str) -> None:
+        """Refuse what would take the outer parameters for this rank's.
+
+        Raises:
+            UsageError: inside `evaluating`.
+        """
+        if self.evaluates:
+            raise UsageError(
+                f"{verb}() inside session.evaluating(): the model has the outer parameters there; "
+                f"call {verb}() after the with block"
+            )
 
     @torch.no_grad()
     def updated(self, worked: bool) -> None:
@@ -123,6 +133,7 @@ class LocalTraining:
                 self._send(number, now)
         self._merge(lambda flight: flight.due <= now)
 
+    @torch.no_grad()
     def _begin(self) -> None:
         """The warm-up is over: all ranks have the same parameters."""
         for meeting in self._meetings:
@@ -245,6 +256,7 @@ class LocalTraining:
 
     def rank_state(self) -> dict[str, Any]:
         """State that this rank has alone, its model included."""
+        self.check_outside("checkpoint")
         self._land()
         model = {k: v.clone() for k, v in self._model.state_dict().items()}
         own = [meeting.rank_state() for meeting in self._meetings]
@@ -262,6 +274,7 @@ class LocalTraining:
         Raises:
             UsageError: its fragments are others.
         """
+        self.check_outside("restore")
         self._land()  # a thread still writes into what is replaced
         if state is None:
             self.updates = steps
@@ -287,10 +300,11 @@ class LocalTraining:
     @torch.no_grad()
     def parameters_loaded(self) -> None:
         """The model was loaded from elsewhere: it is what all ranks begin with."""
+        self.check_outside("restore")
         self._land()
+        self._weights = [0] * len(self._meetings)
         for meeting in self._meetings:
-            meeting.flight = None
-            meeting.take_outer()
+            meeting.begin_anew()
 
     # The handle.
 
@@ -303,6 +317,7 @@ class LocalTraining:
         """
         if self.failed or self.warms_up or not self.updates:
             return
+        self.check_outside("close")
         self._merge(lambda flight: True)
         for number, meeting in enumerate(self._meetings):
             mine = meeting.read()

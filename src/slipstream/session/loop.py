@@ -315,6 +315,8 @@ class TrainingLoop:
 
     def _begin_update(self, *, by_hand: bool) -> bool:
         """All that precedes ``optimizer.step()``; whether it must be skipped."""
+        if self.local is not None:
+            self.local.check_outside("step")
         self.sharding.watch.end()
         self.members.check_optimizer()
         self.whole.check_gradients()

@@ -69,6 +69,6 @@ class LocalConfig(Setting):
         if self.codec is not None and self.codec.takes_momentum:
             raise ValueError(
                 f"codec {self.codec.kind} takes over the momentum of the optimizer, which here "
-                "steps on its own; allowed: half, int8, int4, onebit, powersgd"
+                "steps on its own; allowed: half, int8, int4, onebit, topk, powersgd"
             )
         return self
