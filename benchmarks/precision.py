@@ -87,7 +87,10 @@ def variants(args: argparse.Namespace) -> dict[str, Iterate]:
 def speed(args: argparse.Namespace) -> None:
     """Iterations in turns; warm-up left out."""
     every = variants(args)
-    turn = lambda name: seconds_of(every[name])  # noqa: E731
+
+    def turn(name: str) -> float:
+        return seconds_of(every[name])
+
     seconds = take_turns([*every], turn, args.rounds, args.warmup, "speed")
     rows: list[dict[str, Any]] = []
     for name, own in seconds.items():
