@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -213,6 +214,14 @@ def patterns() -> Cases:
         yield f"scale + add + {function.__name__}: {shape}", forms(unit, shape, shape)
     for shape in ((16, 144, 56, 56), (32, 728, 19, 19), (16, 384, 14, 14)):
         yield f"relu + depthwise convolution: {shape}", forms(ReluDepthwise(shape[1]), shape)
+    if torch.get_default_device().type == "cuda":  # where kernels outlast their start
+        for stage, (_, channels, *sides) in size.items():
+            shape = (256, 4 * channels, *sides)
+            unit = UnitWithShortcut(nn.BatchNorm2d(shape[1]), F.relu)
+            yield (
+                f"batch norm + add + relu: 256 images, {stage}, {shape}",
+                forms(unit, shape, shape),
+            )
     for name, (norms, sums) in CHAINS.items():
         number = (
             f"{sum(norms.values())} batch norm + relu, {sum(sums.values())} batch norm + add + relu"
@@ -305,26 +314,27 @@ SETTINGS: dict[str, Sequence[Callable[[nn.Module], object]]] = {
 
 def networks() -> Cases:
     """Whole networks under each setting of ``compute`` that they have a use for."""
-    pictures = torch.randn(8, 3, 224, 224)
 
-    def step(called: Callable[..., Any], model: nn.Module) -> None:
-        result_of(called(pictures)).sum().backward()
+    def step(called: Callable[..., Any], model: nn.Module, images: int) -> None:
+        result_of(called(pictures[images])).sum().backward()
         model.zero_grad()
 
-    for name, build in NETWORKS.items():
+    sizes = (8, 128) if torch.get_default_device().type == "cuda" else (8,)
+    pictures = {images: torch.randn(images, 3, 224, 224) for images in sizes}
+    for images, (name, build) in itertools.product(sizes, NETWORKS.items()):
         torch.manual_seed(0)
         plain = build()
         inside = copy.deepcopy(plain)
         calls: dict[str, Call] = {
-            "torch": partial(step, plain, plain),
-            "torch.compile": partial(step, torch.compile(inside), inside),
+            "torch": partial(step, plain, plain, images),
+            "torch.compile": partial(step, torch.compile(inside), inside, images),
         }
         for setting, changes in SETTINGS.items():
             model = copy.deepcopy(plain)
             for change in changes:
                 change(model)
-            calls[setting] = partial(step, model, model)
-        yield f"{name}: 8 images of 224 x 224, forward and backward", calls
+            calls[setting] = partial(step, model, model, images)
+        yield f"{name}: {images} images of 224 x 224, forward and backward", calls
 
 
 def graphs() -> Cases:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,10 +21,12 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def _products_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+def _products_in_fp32() -> Iterator[None]:
     """TF32 rounds what two ways to add differ in to a thousandth."""
-    cudnn: Any = torch.backends.cudnn
-    monkeypatch.setattr(cudnn.conv, "fp32_precision", "ieee")
+    convolutions: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before, convolutions.fp32_precision = convolutions.fp32_precision, "ieee"
+    yield
+    convolutions.fp32_precision = before
 
 
 def resnet() -> tuple[nn.Module, Tensor]:

@@ -96,7 +96,11 @@ class Reference:
         self.weights[number] = 0
         changes = [(self.outer[number] - x) * float(w) for x, w in zip(sent, weights, strict=True)]
         team = self.teams[number]
-        mean = team.exchange(changes, update)[0] if team else torch.stack(changes).sum(0)
+        if team:
+            (mean, *_) = team.exchange([change.cpu() for change in changes], update)
+            mean = mean.to(changes[0].device)
+        else:
+            mean = torch.stack(changes).sum(0)
         self.flights[number] = now + self.config.delay, mean, sent
 
     def merge(self, now: int) -> None:
