@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel, ResNetConfig, ResNetModel
 
 from slipstream.fusion import compile_blocks, fuse_patterns, graph_blocks
+from slipstream.fusion.checks import compute_warnings
+from slipstream.strategy import ComputeConfig
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,3 +73,11 @@ def test_steps_are_the_same(name: str) -> None:
         assert not failed, failed
         assert not captured.value.startswith("0")
     handle.close()
+
+
+def test_a_warning_says_that_chains_do_not_pay_on_a_device() -> None:
+    model, _ = resnet()
+    (text,) = compute_warnings(model, ComputeConfig(fuse_bn_act=True))
+    assert "compute.fuse_bn_act" in text
+    assert not compute_warnings(model, ComputeConfig(channels_last=True))
+    assert not compute_warnings(model.cpu(), ComputeConfig(fuse_bn_act=True))

@@ -14,7 +14,7 @@ from slipstream.fusion.graphs import check_cuda
 from slipstream.fusion.optimizer import check_fusible
 from slipstream.fusion.regions import regions_of
 from slipstream.kernels.compiled import check_compiler
-from slipstream.strategy import Strategy
+from slipstream.strategy import ComputeConfig, Strategy
 
 
 def check_compute(model: nn.Module, strategy: Strategy) -> None:
@@ -40,6 +40,17 @@ def check_compute(model: nn.Module, strategy: Strategy) -> None:
             )
     if compute.channels_last:
         weights_of_convolutions(model)
+
+
+def compute_warnings(model: nn.Module, compute: ComputeConfig) -> list[str]:
+    """Say what is slower where the model is."""
+    if not compute.patterns or all(p.device.type != "cuda" for p in model.parameters()):
+        return []
+    settings = ", ".join(f"compute.fuse_{name}" for name in compute.patterns)
+    return [
+        f"{settings}: on an H200 chains took longer than torch's kernels one after another; leave "
+        "them out, take compute.channels_last, or let slipstream tune measure them here"
+    ]
 
 
 def useful_settings(model: nn.Module, optimizer: Optimizer) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from slipstream.cluster.connect import Cluster
-from slipstream.fusion.checks import check_compute
+from slipstream.fusion.checks import check_compute, compute_warnings
 from slipstream.gradients.checks import check_gradients, gradient_warnings
 from slipstream.gradients.segments import parameters_of
 from slipstream.local.checks import check_local
@@ -79,5 +79,9 @@ def validate(
         fingerprint[f"parameter {name}"] = f"{p.dtype} {tuple(p.shape)}{strides}{frozen}"
     for name, b in model.named_buffers():
         fingerprint[f"buffer {name}"] = f"{b.dtype} {tuple(b.shape)}"
-    found = gradient_warnings(trainables, strategy.gradients)
-    return Validation(fingerprint, (*found, *precision_warnings(model, strategy.precision)))
+    found = (
+        *gradient_warnings(trainables, strategy.gradients),
+        *precision_warnings(model, strategy.precision),
+        *compute_warnings(model, strategy.compute),
+    )
+    return Validation(fingerprint, found)
