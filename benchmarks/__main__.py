@@ -106,8 +106,10 @@ def commands() -> Iterator[tuple[str, str]]:
         yield f"compiled-{model}", f"compiled --model {model}"
     for part in ("kernels", "patterns", "networks", "optimizers"):
         yield part, f"fusion {part}"
-    for part in ("graphs", "kernels", "optimizers"):
+    for part in ("graphs", "kernels", "patterns", "optimizers"):
         yield f"{part}-cuda", f"fusion {part} --device cuda"
+    yield "patterns-large-cuda", "fusion patterns --only '256 images' --device cuda"
+    yield "networks-cuda", "fusion networks --only 'ResNet-18: 128' --device cuda"
     yield "prediction", "prediction --models bert gpt2 swin-t"
     for place, named in (("3 ranks on one host", "one-host"), ("4 emulated hosts", "four-hosts")):
         for fault in ("kill -9", "exception", "exit(0)", "exit(3)"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from benchmarks.result import Entry, Result, Table, measured_with, mebibytes, span, spread
 
 
@@ -32,7 +34,9 @@ def fusion(entry: Entry) -> Result:
     ]
     columns = ("case", "variant", "median ms", "quartiles", "times as fast", "quartiles")
     words = measured_with(entry, f"{entry['threads']} threads, {entry['rounds']} rounds.")
-    title = f"{entry['part'].capitalize()} on {entry['device']}, {entry['date']}"
+    _, _, only = entry["command"].partition("--only ")
+    only = f" of {shlex.split(only)[0]}" if only else ""
+    title = f"{entry['part'].capitalize()}{only} on {entry['device']}, {entry['date']}"
     return Result(title, [words, Table(columns, rows)])
 
 
