@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
@@ -51,27 +52,26 @@ from examples import data
 WARM_UP = 1 / 8
 """Of the updates; the same for all that meet rarely."""
 STEPS = (8, 16, 32, 64, 128)
-LOCAL: dict[str, dict[str, Any]] = {
-    **{f"{steps} steps": {"steps": steps} for steps in STEPS},
-    **{f"{steps} steps, int4": {"steps": steps, "codec": "int4"} for steps in (8, 16, 32)},
-    "16 steps, int8": {"steps": 16, "codec": "int8"},
-    "16 steps, onebit": {"steps": 16, "codec": {"kind": "onebit", "start_step": 0}},
-    **{
-        f"16 steps, 4 fragments, delay 4{', ' * bool(codec)}{codec}": {
-            "steps": 16, "fragments": 4, "delay": 4, "codec": codec or None
-        }
-        for codec in ("", "int8", "int4")
-    },
-    "16 steps, topk": {
-        "steps": 16, "momentum": 0.0, "codec": {"kind": "topk", "decay": 0.95}
-    },
-    "32 steps, 4 fragments, delay 4": {"steps": 32, "fragments": 4, "delay": 4},
-    "32 steps, 4 fragments, delay 4, mix 0.5": {
-        "steps": 32, "fragments": 4, "delay": 4, "mix": 0.5
-    },
-    "16 steps, state averaged": {"steps": 16, "inner_state": "averaged"},
-    "16 steps, plain means": {"steps": 16, "lr": 1.0, "momentum": 0.0},
-}  # fmt: skip
+CODECS: dict[str, Any] = {
+    "int8": "int8",
+    "int4": "int4",
+    "onebit": {"kind": "onebit", "start_step": 0},
+    "topk": {"kind": "topk", "decay": 0.95},
+}
+LOCAL = (
+    *(f"{steps} steps" for steps in STEPS),
+    *(f"{steps} steps, {codec}" for steps in STEPS for codec in ("int8", "int4")),
+    "16 steps, onebit",
+    "16 steps, topk, momentum 0.0",
+    "16 steps, 4 fragments, int4",
+    *(f"16 steps, 4 fragments, delay {delay}, int4" for delay in (1, 2, 4)),
+    "8 steps, 4 fragments, delay 1, int4",
+    "8 steps, 4 fragments, delay 2, int4",
+    "16 steps, 4 fragments, delay 4, mix 0.5, int4",
+    "16 steps, inner_state averaged",
+    "16 steps, lr 1.0, momentum 0.0",
+)
+"""Names of settings; `settings_of` reads any others, too."""
 OTHERS = ("data parallel", "data parallel and outer steps", "torch, post-local SGD, 16 steps")
 POINTS = 8
 """On a curve of losses."""
@@ -119,6 +119,20 @@ def causal_task(batch: int = 4) -> Task:
     return Task(build, sample, loss, held_out_loss, optimizer)
 
 
+def settings_of(name: str) -> dict[str, Any]:
+    """Read a name of settings: ``16 steps, 4 fragments, delay 2, int4``."""
+    found: dict[str, Any] = {}
+    for part in name.split(", "):
+        first, _, second = part.partition(" ")
+        if part in CODECS:
+            found["codec"] = CODECS[part]
+        elif first.isdigit():
+            found[second] = int(first)
+        else:
+            found[first] = yaml.safe_load(second)
+    return found
+
+
 TASKS: dict[str, Callable[[], Task]] = {
     "causal": causal_task,
     "masked": text_task,
@@ -146,8 +160,8 @@ class Training:
         self._session: Any = None
         self._outer: torch.optim.Optimizer | None = None
         self._averaged: Any = None
-        if name in LOCAL:
-            local = {"warm_up": self.warm_up, **LOCAL[name]}
+        if name not in OTHERS:
+            local = {"warm_up": self.warm_up, **settings_of(name)}
             self._session = slipstream.accelerate(
                 self.model, self.optimizer, None, {"local": local}
             )
@@ -271,17 +285,13 @@ SPEED: dict[str, dict[str, Any]] = {
 }
 ROUND = 16
 """Updates of a turn: a round of every local variant."""
-FAST: dict[str, dict[str, Any]] = {
-    "local, 16 steps": {"steps": 16},
-    "local, 16 steps, int4": {"steps": 16, "codec": "int4"},
-    "local, 16 steps, 4 fragments, delay 4": {"steps": 16, "fragments": 4, "delay": 4},
-    "local, 16 steps, 4 fragments, delay 4, int8": {
-        "steps": 16, "fragments": 4, "delay": 4, "codec": "int8"
-    },
-    "local, 16 steps, 4 fragments, delay 4, int4": {
-        "steps": 16, "fragments": 4, "delay": 4, "codec": "int4"
-    },
-}  # fmt: skip
+FAST = (
+    "16 steps",
+    "16 steps, int4",
+    "16 steps, 4 fragments, delay 4",
+    "16 steps, 4 fragments, delay 4, int8",
+    "16 steps, 4 fragments, delay 4, int4",
+)
 
 
 def sent_bytes() -> int:
@@ -324,7 +334,7 @@ def speed(args: argparse.Namespace) -> None:
     variants: dict[str, tuple[Callable[[], None], int]] = {"no exchange": (plain(*case.make()), 4)}
     variants |= {f"DDP, {mb:g} MB": (ddp(mb), 2) for mb in args.ddp}
     variants |= {name: (ours({"gradients": g}), 2) for name, g in SPEED.items()}
-    variants |= {name: (ours({"local": local}), ROUND) for name, local in FAST.items()}
+    variants |= {f"local, {name}": (ours({"local": settings_of(name)}), ROUND) for name in FAST}
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     sent: dict[str, list[float]] = {name: [] for name in variants}
     quiet = Console(stderr=True, quiet=rank != 0)
@@ -382,7 +392,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("part", choices=("loss", "speed"))
     parser.add_argument("--task", choices=TASKS, default="causal")
-    parser.add_argument("--variants", nargs="*", choices=[*OTHERS, *LOCAL])
+    parser.add_argument("--variants", nargs="*", metavar="NAME", help="the first is the measure")
     parser.add_argument("--steps", type=int, default=1600, help="updates of a training")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--nodes", type=int, default=4, help="hosts, or ranks of a training")
