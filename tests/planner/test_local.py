@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -12,9 +13,9 @@ from slipstream.planner.forecast import Forecast
 from slipstream.planner.iteration.local_cost import codec_cost, local_seconds
 from slipstream.planner.iteration.transport_cost import ExchangeCurve
 from slipstream.planner.network.costs import CodecCost
-from slipstream.planner.search.candidates import ENOUGH, local
-from slipstream.planner.search.label import label
+from slipstream.planner.network.profile import NetworkProfile
 from slipstream.planner.search.ranking import rank
+from slipstream.planner.search.rare_meetings import ENOUGH, HARMLESS, RareMeetings, choose_meetings
 from slipstream.strategy import LocalConfig, Strategy
 from tests.harness.traces import by_hand
 from tests.planner.networks import ethernet_profile
@@ -51,17 +52,30 @@ def test_a_codec_costs_its_bytes_and_its_time() -> None:
         local_seconds(of(codec="onebit"), WORK, network)
 
 
-def test_the_fewest_steps_that_hide_the_exchange_are_proposed() -> None:
+def chosen(network: NetworkProfile, updates: int | None = None) -> RareMeetings:
+    exchanges = rank([Strategy()], WORK, network, Strategy())
+    return choose_meetings(WORK, network, Strategy(), exchanges, updates)
+
+
+def test_the_setting_that_keeps_most_and_hides_the_exchange_is_chosen() -> None:
     codecs = {"int8": CodecCost(ratio=0.26)}
     network = SLOW.model_copy(update={"codecs": codecs, "compute_slowdown": 0.0})
-    [chosen] = local(WORK, network, Strategy())
+    found = chosen(network)
+    assert found.strategy is not None
+    assert found.strategy.local is not None
     alone = float(WORK.alone(1).max())
-    assert local_seconds(chosen, WORK, network) * ENOUGH <= alone
-    fewer = chosen.local
-    assert fewer is not None
-    assert "local, " in label(chosen)
-    first, *_ = rank([Strategy(), chosen], WORK, network)
-    assert first.strategy == chosen
+    assert local_seconds(found.strategy, WORK, network) * ENOUGH <= alone
+    config = found.strategy.local
+    lag = config.delay / config.steps if config.steps <= HARMLESS else 1.0
+    for steps in (8, 16):
+        for delay in range(steps // 4 + 1):
+            for codec in (None, "int8", "int4"):
+                other = of(steps=steps, fragments=4, delay=delay, codec=codec)
+                if delay / steps < lag:
+                    assert local_seconds(other, WORK, network) * ENOUGH > alone
+    assert re.search(r"local, .* predicted .* MB an update, \d+% of the speed", found.reason)
+    first, *_ = rank([Strategy(), found.strategy], WORK, network)
+    assert first.strategy == found.strategy
     assert first.exactness == "lossy"
 
 
@@ -77,8 +91,21 @@ def test_a_run_that_meets_rarely_is_no_base_for_predictions() -> None:
     assert any(one.strategy.local for one in forecast.all())
 
 
-def test_it_is_not_proposed_where_it_does_not_pay() -> None:
-    fast = ethernet_profile(4).scaled(4, 1, 100e9)
-    assert local(workload(count=1), fast, Strategy()) == []
-    assert local(WORK, SLOW, Strategy(), updates=300) == []  # too few meetings
-    assert local(WORK, SLOW, of(steps=4)) == []  # it is that already
+@pytest.mark.parametrize(
+    ("rate", "updates", "reason"),
+    [
+        (30e6, 300, "300 updates are fewer than 100 meetings of 8 updates"),
+        (100e9, None, r"by_bytes 4 .* exchanges gradients at \d+% of the speed"),
+    ],
+)
+def test_it_is_not_chosen_where_it_does_not_pay(
+    rate: float, updates: int | None, reason: str
+) -> None:
+    found = chosen(ethernet_profile(4).scaled(4, 1, rate), updates)
+    assert found.strategy is None
+    assert re.search(reason, found.reason)
+
+
+def test_one_rank_meets_nobody() -> None:
+    alone = ethernet_profile(2).model_copy(update={"world_size": 1})
+    assert choose_meetings(WORK, alone, Strategy(), []).strategy is None

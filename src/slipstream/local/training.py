@@ -19,6 +19,7 @@ from slipstream.local.schedule import MeetingSchedule
 from slipstream.optim.elementwise import COUNTERS
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.strategy import LocalConfig, Row
+from slipstream.strategy.local import CHOSEN
 from slipstream.transport.channel import Channel, Label
 from slipstream.transport.requests import AllReduce, ExchangeSteps
 
@@ -55,18 +56,26 @@ class LocalTraining:
         precision: ModelPrecision,
         at: str,
     ) -> None:
-        self._model, self._optimizer, self._config, self._at = model, optimizer, config, at
+        self._model, self._optimizer, self._at = model, optimizer, at
         self._trained, self.ranks, self._engine = tuple(trained), ranks, engine
         self._channel, self._precision = channel, precision
-        self._schedule = MeetingSchedule.of(config)
-        fragments = cut(model, trained, config.fragments)
-        self._meetings = [Meeting(model, f, config, ranks, n) for n, f in enumerate(fragments)]
-        self._weights = [0] * len(self._meetings)  # updates since each was last sent
+        self._use(config)
+        self._undecided, self._why = config.auto, ""
         self._failure: str | None = None
         self.updates = 0
         self.evaluates = False
         self.own_state: Mapping[str, Any] | None = None
-        engine.leave(not config.warm_up)
+        engine.leave(not self.warms_up)
+
+    def _use(self, config: LocalConfig) -> None:
+        """Let meetings be as ``config`` says."""
+        self._config, self._schedule = config, MeetingSchedule.of(config)
+        fragments = cut(self._model, self._trained, config.fragments)
+        self._meetings = [
+            Meeting(self._model, fragment, config, self.ranks, number)
+            for number, fragment in enumerate(fragments)
+        ]
+        self._weights = [0] * len(self._meetings)  # updates since each was last sent
 
     @property
     def failed(self) -> bool:
@@ -76,7 +85,27 @@ class LocalTraining:
     @property
     def warms_up(self) -> bool:
         """Whether gradients are still averaged at every update."""
-        return self.updates < self._config.warm_up
+        return self._config.auto or self.updates < self._config.warm_up
+
+    @property
+    def undecided(self) -> bool:
+        """Whether ``auto`` is still to choose."""
+        return self._undecided
+
+    def decide(self, config: LocalConfig | None, reason: str) -> None:
+        """Take over what ``auto`` has chosen, where an update ends; None: gradients are averaged to
+        the end.
+
+        Args:
+            config: says when and how ranks meet; all else stays as the user's says.
+            reason: a sentence, for the report.
+        """
+        self._undecided, self._why = False, reason
+        if config is not None:
+            chosen = {name: getattr(config, name) for name in CHOSEN}
+            warm_up = max(self._config.warm_up, self.updates + 1)
+            given = {"auto": False, "updates": None, "warm_up": warm_up}
+            self._use(self._config.model_copy(update=chosen | given))
 
     # The loop.
 
@@ -90,8 +119,8 @@ class LocalTraining:
         if self._failure is not None:
             raise ExchangeError(self._failure)
         self.check_outside("backward")
-        if self.updates == self._config.warm_up:  # a script may have loaded a model until now
-            self._begin()
+        if not self.warms_up and self.updates == self._config.warm_up:
+            self._begin()  # a script may have loaded a model until now
         known = {t.parameter for t in self._trained}
         for name, p in self._model.named_parameters():
             if p.requires_grad and p not in known:
@@ -120,9 +149,10 @@ class LocalTraining:
             ExchangeError: another rank is gone.
         """
         self.updates += 1
-        if self.updates <= self._config.warm_up:
-            if self.updates == self._config.warm_up:
-                self._begin()
+        if self.warms_up:
+            return
+        if self.updates == self._config.warm_up:
+            self._begin()
             return
         for number in range(len(self._weights)):
             self._weights[number] += worked
@@ -276,14 +306,19 @@ class LocalTraining:
         """
         self.check_outside("restore")
         self._land()  # a thread still writes into what is replaced
-        if state is None:
-            self.updates = steps
+        saved = None if state is None else LocalConfig.model_validate(state["config"])
+        if state is None or saved is None or saved.auto:
+            self.updates = steps if state is None else state["updates"]
             self.parameters_loaded()
             self._engine.leave(not self.warms_up)
             return
-        if (saved := state["config"]["fragments"]) != self._config.fragments:
+        if self._config.auto:  # the saved run has chosen already
+            self._use(saved)
+            self._undecided, self._why = False, "as in the run that was saved"
+        if saved.fragments != self._config.fragments:
             raise UsageError(
-                f"this state has local.fragments {saved}, this run {self._config.fragments}; "
+                f"this state has local.fragments {saved.fragments}, this run "
+                f"{self._config.fragments}; "
                 "allowed: the same, or session.restore({'model': ...}), which begins new rounds"
             )
         self.updates = state["updates"]
@@ -336,6 +371,9 @@ class LocalTraining:
     def report_rows(self) -> list[Row]:
         """Report the rounds, and what they send."""
         config = self._config
+        if config.auto:
+            outcome = self._why or "measures the first updates"
+            return [Row("local", "auto", outcome, "lossy")]
         if self.warms_up:
             left = config.warm_up - self.updates
             return [Row("local", f"{left} updates of warm-up left", "gradients are averaged")]
@@ -347,6 +385,7 @@ class LocalTraining:
         )
         rate = f"{sent / 2**20 / config.steps:.3g} MB an update"
         note = f"{len(self._meetings)} fragments, {rate} in place of gradients"
+        note += f"; {self._why}" if self._why else ""
         return [Row("local", f"{done} meetings", note, "lossy")]
 
 

@@ -28,6 +28,7 @@ from slipstream.planner.search.ranking import (
     seconds_of,
     what_if,
 )
+from slipstream.planner.search.rare_meetings import RareMeetings, choose_meetings
 from slipstream.planner.search.unpredicted import Beside, beside
 from slipstream.strategy import ByIndexConfig, Strategy
 from slipstream.trace.event import Trace
@@ -147,12 +148,24 @@ class Forecast:
 
     def all(self) -> list[Prediction]:
         """Rank what is exact and what is lossy, each on ``base`` and on its best split, and ranks
-        that meet rarely."""
+        that meet rarely, where that pays."""
         every = candidates.every(self.workload, self.network, self.base)
-        return self.rank([*every, *self._local()])
+        rare = self.meetings(self.rank(every)).strategy
+        return self.rank(every if rare is None else [*every, rare])
 
-    def _local(self) -> list[Strategy]:
-        return candidates.local(self.workload, self.network, self.base, self.updates)
+    def meetings(self, exchanges: Sequence[Prediction]) -> RareMeetings:
+        """Choose how rarely ranks meet, beside these exchanges of gradients at every update.
+
+        Example:
+            >>> forecast.meetings(forecast.coded()).reason  # doctest: +SKIP
+        """
+        mine = self.base.gradients.accumulate, self.base.precision
+        alike = [
+            one
+            for one in exchanges
+            if (one.strategy.gradients.accumulate, one.strategy.precision) == mine
+        ]
+        return choose_meetings(self.workload, self.network, self.base, alike, self.updates)
 
     def rank(self, strategies: Iterable[Strategy]) -> list[Prediction]:
         """Predict these, the one to prefer first; see ``search.ranking.rank``."""

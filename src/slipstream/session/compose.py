@@ -33,6 +33,7 @@ from slipstream.session.exchanging import (
     exchange_groups,
     install_exchange,
     install_local,
+    local_search,
     search_space,
     shards_at_start,
 )
@@ -43,12 +44,13 @@ from slipstream.session.members import Members
 from slipstream.session.session import M, O, Session
 from slipstream.session.state import SessionState
 from slipstream.session.step_hooks import StepHooks
-from slipstream.session.tracing import NoTracing, SessionTracer, Tracer
+from slipstream.session.tracing import NoTracing, Search, SessionTracer, Tracer
 from slipstream.session.wrappers import Wrappers
 from slipstream.strategy import Strategy
 from slipstream.trace.recorder import Recorder
 from slipstream.transport import broadcast
 from slipstream.transport.consistency import broadcast_from_first
+from slipstream.tuner.local_search import LocalSearch
 from slipstream.tuner.search_space import SETTLING, SearchSpace
 
 _accelerated: WeakSet[nn.Module] = WeakSet()
@@ -129,7 +131,8 @@ def compose(
             fused_optimizer.attach()
             computing.append(fused_optimizer)
         # After the engine, whose segments it describes.
-        tracer = _tracer(given, exchange, computing)
+        search = exchange.search or local_search(given, local)
+        tracer = _tracer(given, exchange, search, computing)
         # After the tracer: where an epoch starts, an iteration begins.
         balance = install_balance(loader, strategy.data, cluster, dims, handles)
         session_loader = install_loader(
@@ -168,10 +171,12 @@ def compose(
 
 
 def _recorder(strategy: Strategy, cluster: Cluster, space: SearchSpace) -> Recorder | None:
-    """For the search for the fastest exchange, else for the user's trace."""
+    """For the search for what the strategy leaves open, else for the user's trace."""
     trace = strategy.trace
-    if space.is_open and cluster.world_size > 1:
+    if cluster.world_size > 1 and space.is_open:
         return Recorder(cluster.rank, SETTLING, space.first_window)
+    if cluster.world_size > 1 and strategy.local is not None and strategy.local.auto:
+        return Recorder(cluster.rank, SETTLING, LocalSearch.steps)
     return Recorder(cluster.rank, trace.skip, trace.steps) if trace.steps is not None else None
 
 
@@ -213,7 +218,9 @@ def _offload(given: Given) -> None:
         given.handles.add(offload(given.model, config, local_ranks=local_ranks, rank=cluster.rank))
 
 
-def _tracer(given: Given, exchange: GradientExchange, computing: Sequence[Handle]) -> Tracer:
+def _tracer(
+    given: Given, exchange: GradientExchange, search: Search | None, computing: Sequence[Handle]
+) -> Tracer:
     if given.recorder is None:
         return NoTracing()
     tracer = SessionTracer(
@@ -223,7 +230,7 @@ def _tracer(given: Given, exchange: GradientExchange, computing: Sequence[Handle
         given.strategy,
         exchange.engine,
         given.dims,
-        exchange.search,
+        search,
         given.cluster.device,
         lambda: [row for handle in computing for row in handle.report_rows()],
     )

@@ -47,6 +47,7 @@ from slipstream.transport.hosts import Rails
 from slipstream.transport.place import Place, find_place
 from slipstream.transport.switch import Switch
 from slipstream.transport.transport import Transport, make_transport
+from slipstream.tuner.local_search import LocalSearch
 from slipstream.tuner.online_search import OnlineSearch
 from slipstream.tuner.search_space import SearchSpace
 
@@ -153,7 +154,7 @@ def install_exchange(
     names = [t.name for t in trainables]
     local = given.strategy.local
     alone = SingleReplicaEngine(given.model.parameters(), given.strategy.gradients.split)
-    if given.dims.data is None or (local is not None and not local.warm_up):
+    if given.dims.data is None or (local is not None and not local.averages_first):
         own = alone if local is None else LocalEngine(None, alone)
         return GradientExchange(given.handles.add(own), names, codec, momentum, sharding, None)
     engine = _engine(given, transports, trainables, codec, momentum, precision, sharding, shards)
@@ -196,6 +197,14 @@ def install_local(
         f"rank {given.cluster.rank}",
     )
     return given.handles.add(training, on_error=training.abandon)
+
+
+def local_search(given: Given, local: LocalTraining | None) -> LocalSearch | None:
+    """The search for how rarely ranks meet; None: the strategy says it, or there is one rank."""
+    control = given.dims.data
+    if local is None or control is None or not local.undecided:
+        return None
+    return LocalSearch(given.strategy, given.cluster, control, local)
 
 
 def _trainables(given: Given, whole: WholeModel, precision: ModelPrecision) -> list[NamedParameter]:

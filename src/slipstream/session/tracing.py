@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,8 +25,36 @@ from slipstream.trace import chrome
 from slipstream.trace.event import BACKWARD, FORWARD, OPTIMIZER, Trace
 from slipstream.trace.recorder import Recorder, Stamp
 from slipstream.transport.consistency import collective_errors
-from slipstream.tuner.online_search import OnlineSearch
 from slipstream.tuner.search_space import SETTLING
+
+
+class Search(Protocol):
+    """Takes windows of iterations before the user's; chooses from them what a strategy leaves
+    open."""
+
+    @property
+    def steps(self) -> int:
+        """Iterations in the next window."""
+        ...
+
+    @property
+    def settled(self) -> bool:
+        """Whether the choice no longer changes."""
+        ...
+
+    @property
+    def outcome(self) -> str:
+        """The result so far, as a sentence."""
+        ...
+
+    @property
+    def in_use(self) -> Mapping[str, Any]:
+        """Settings of gradients that it has put in the place of the strategy's."""
+        ...
+
+    def proceed(self, trace: Trace | None) -> bool:
+        """Go on from a window, which rank 0 has; whether another follows. A collective."""
+        ...
 
 
 class NoTracing:
@@ -51,8 +79,9 @@ class SessionTracer:
     """Tells the recorder what the session does; writes ``trace.json`` when all steps are recorded.
 
     An iteration begins where the last one ended, or where an epoch starts: what a script does
-    between epochs belongs to no iteration. A search (``split: optimal``, ``transport: auto``) uses
-    the recorder first, in windows of its own; that of the user's ``trace.steps`` comes after it.
+    between epochs belongs to no iteration. A search (``split: optimal``, ``transport: auto``,
+    ``local: auto``) uses the recorder first, in windows of its own; that of the user's
+    ``trace.steps`` comes after it.
 
     Args:
         recorder: of this rank.
@@ -74,7 +103,7 @@ class SessionTracer:
         strategy: Strategy,
         engine: GradientEngine,
         dims: ParallelDims,
-        search: OnlineSearch | None,
+        search: Search | None,
         device: torch.device,
         computing: Callable[[], Sequence[Row]] = tuple,
     ) -> None:
@@ -210,7 +239,7 @@ Tracer = NoTracing | SessionTracer
 
 
 def _metadata(
-    model: nn.Module, strategy: Strategy, engine: GradientEngine, search: OnlineSearch | None
+    model: nn.Module, strategy: Strategy, engine: GradientEngine, search: Search | None
 ) -> dict[str, Any]:
     """Describe the session for a trace: model, strategy, segments and gradients."""
     document = strategy.document(full=True)
@@ -221,8 +250,7 @@ def _metadata(
         gradients = engine.gradients
         document["gradients"]["split"] = engine.split.document(full=True)
     if search is not None:
-        document["gradients"]["transport"] = search.choice.transport.document(full=True)
-        document["gradients"]["overlap"] = search.choice.overlap
+        document["gradients"] |= search.in_use
     places = {t.name: i for i, t in enumerate(parameters_of(model, trainable=True))}
     said = {} if search is None else {"search": search.outcome}
     return said | {

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, model_validator
 
 from slipstream.strategy.codec import CodecVariant, PlainCodecConfig
 from slipstream.strategy.setting import OneOf, Setting
+
+CHOSEN = ("steps", "fragments", "delay", "codec")
+"""Settings that ``auto`` chooses."""
 
 
 class LocalConfig(Setting):
@@ -18,6 +21,13 @@ class LocalConfig(Setting):
         >>> LocalConfig(steps=32, fragments=4, delay=2).momentum
         0.9
     """
+
+    auto: bool = False
+    """Measure the first updates and the network, and choose ``steps``, ``fragments``, ``delay`` and
+    ``codec``, or go on exchanging gradients; ``local: auto`` says the same."""
+
+    updates: int | None = Field(default=None, ge=1, examples=[10000])
+    """Updates of the whole run, if known, for ``auto``: too few meetings do not pay."""
 
     steps: int = Field(default=16, ge=1)
     """Updates of a rank from one meeting of a parameter to its next."""
@@ -52,6 +62,29 @@ class LocalConfig(Setting):
 
     offload: bool = False
     """Keep the outer parameters and their momentum in the memory of the host."""
+
+    @property
+    def averages_first(self) -> bool:
+        """Whether gradients are averaged at the first updates."""
+        return self.auto or self.warm_up > 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        return {"auto": True} if value == "auto" else value
+
+    @model_validator(mode="after")
+    def _open_or_given(self) -> LocalConfig:
+        fields = type(self).model_fields
+        given = [name for name in CHOSEN if getattr(self, name) != fields[name].default]
+        if self.auto and given:
+            raise ValueError(
+                f"auto with {', '.join(given)}: auto chooses {', '.join(CHOSEN)}; leave them out, "
+                "or leave auto out"
+            )
+        if self.updates is not None and not self.auto:
+            raise ValueError("updates is only for auto, which asks if so many pay; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _in_turn(self) -> LocalConfig:

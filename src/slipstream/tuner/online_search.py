@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -190,6 +190,12 @@ class OnlineSearch:
     @property
     def _tries_sharded(self) -> bool:
         return any(isinstance(transport, ShardedConfig) for transport in self._space.transports)
+
+    @property
+    def in_use(self) -> dict[str, Any]:
+        """Settings of gradients that the search has put in the place of the strategy's."""
+        transport = self.choice.transport.document(full=True)
+        return {"transport": transport, "overlap": self.choice.overlap}
 
     def install_due(self) -> None:
         """Install what was chosen since the last call; a collective.

@@ -19,7 +19,7 @@ from slipstream.planner.iteration.transport_cost import ExchangeCurve, transport
 from slipstream.planner.iteration.workload import Workload
 from slipstream.planner.network.costs import CodecCost
 from slipstream.planner.network.profile import NetworkProfile
-from slipstream.strategy import Int4Config, LocalConfig, Strategy
+from slipstream.strategy import Int4Config, LocalConfig, PlainCodecConfig, Strategy
 
 
 def local_seconds(strategy: Strategy, workload: Workload, network: NetworkProfile) -> float:
@@ -43,11 +43,27 @@ def local_seconds(strategy: Strategy, workload: Workload, network: NetworkProfil
 def _fragment_seconds(
     strategy: Strategy, config: LocalConfig, workload: Workload, network: NetworkProfile
 ) -> float:
-    cost = CodecCost(ratio=1.0) if config.codec is None else codec_cost(config, network.codecs)
+    cost = _cost(config, network)
     num_bytes = sum(g.num_bytes for g in workload.gradients) / config.fragments
     curve = ExchangeCurve.of(transport_kind(strategy.gradients.transport), network)
     wire = float(curve.seconds_of(np.array([num_bytes * cost.ratio]))[0])
     return wire + num_bytes * (cost.encode + cost.decode) + 2 * cost.startup
+
+
+def local_bytes(strategy: Strategy, workload: Workload, network: NetworkProfile) -> float:
+    """Bytes of changes that stand for a rank's gradients, an update."""
+    assert strategy.local is not None
+    num_bytes = sum(g.num_bytes for g in workload.gradients)
+    return num_bytes * _cost(strategy.local, network).ratio / strategy.local.steps
+
+
+def _cost(config: LocalConfig, network: NetworkProfile) -> CodecCost:
+    return CodecCost(ratio=1.0) if config.codec is None else codec_cost(config, network.codecs)
+
+
+def is_costed(codec: PlainCodecConfig, codecs: Mapping[str, CodecCost]) -> bool:
+    """Whether the cost of a codec of changes is known."""
+    return codec.kind in codecs or (isinstance(codec, Int4Config) and "int8" in codecs)
 
 
 def codec_cost(config: LocalConfig, codecs: Mapping[str, CodecCost]) -> CodecCost:

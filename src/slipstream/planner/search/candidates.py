@@ -11,7 +11,6 @@ from itertools import product
 import numpy as np
 
 from slipstream.gradients.layout import Gradient, plan_segments
-from slipstream.planner.iteration.local_cost import local_seconds
 from slipstream.planner.iteration.plan import CommPlan
 from slipstream.planner.iteration.simulate import predict
 from slipstream.planner.iteration.transport_cost import (
@@ -33,9 +32,7 @@ from slipstream.strategy import (
     ByIndexConfig,
     ByLayersConfig,
     ByPercentConfig,
-    FlatConfig,
     HalfWeightsConfig,
-    LocalConfig,
     PerGradientConfig,
     PerLayerConfig,
     ShardedConfig,
@@ -110,43 +107,6 @@ def every(workload: Workload, network: NetworkProfile, base: Strategy) -> list[S
     _, best = _by_split(workload, network, base)
     strategies = exact(workload, network, base) + lossy(workload, network, [base, best])
     return _distinct(strategies, workload.gradients)
-
-
-LOCAL_STEPS = (8, 16, 32, 64, 128)
-FRAGMENTS = 4
-ENOUGH = 0.95
-"""Part of the speed without any exchange at which meeting more rarely is not worth its loss."""
-ROUNDS = 100
-"""Meetings below which a run that meets rarely ends with a higher loss (Douillard et al. 2025)."""
-
-
-def local(
-    workload: Workload, network: NetworkProfile, base: Strategy, updates: int | None = None
-) -> list[Strategy]:
-    """``base`` with the fewest local steps that reach `ENOUGH`, by the least lossy codec that does.
-
-    None where exchanging gradients reaches that, or where a run of ``updates`` has fewer than
-    `ROUNDS` meetings; where nothing does, the fastest.
-    """
-    if network.world_size == 1 or base.local is not None:
-        return []
-    alone = float(workload.alone(base.gradients.accumulate).max())
-    now = CommPlan.of(base, workload.gradients, network.codecs)
-    if predict(workload, now, network) * ENOUGH <= alone:
-        return []
-    plain = base.with_gradients(transport=FlatConfig(), split=ByBytesConfig(), codec=None)
-    codecs = [None, *(codec for codec in ("int8", "int4") if "int8" in network.codecs)]
-    found = []
-    for steps, codec in product(LOCAL_STEPS, codecs):
-        meets = {"steps": steps, "fragments": FRAGMENTS, "delay": steps // FRAGMENTS}
-        settings = {**meets, "codec": codec, "warm_up": (updates or 0) // 10}
-        config = LocalConfig.model_validate(settings)
-        if updates is None or updates >= ROUNDS * steps:
-            found.append(plain.model_copy(update={"local": config}))
-    enough = (one for one in found if local_seconds(one, workload, network) * ENOUGH <= alone)
-    fastest = min(found, key=lambda s: local_seconds(s, workload, network), default=None)
-    chosen = next(enough, fastest)
-    return [] if chosen is None else [chosen]
 
 
 def coded(base: Strategy, workload: Workload, network: NetworkProfile) -> list[Strategy]:

@@ -1,0 +1,125 @@
+"""Choose how rarely ranks meet: seldom enough to hide the exchange, and no more rarely."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from slipstream.planner.iteration.local_cost import is_costed, local_bytes, local_seconds
+from slipstream.planner.iteration.workload import Workload
+from slipstream.planner.network.profile import NetworkProfile
+from slipstream.planner.search.label import label
+from slipstream.planner.search.ranking import Prediction
+from slipstream.strategy import (
+    ByBytesConfig,
+    FlatConfig,
+    Int4Config,
+    Int8Config,
+    LocalConfig,
+    Strategy,
+)
+
+STEPS = (8, 16, 32, 64, 128)
+FRAGMENTS = 4
+LAGS = (0, 1 / 16, 1 / 8, 1 / 4)
+"""Parts of a round that a delay may be."""
+ENOUGH = 0.95
+"""Part of the speed without any exchange at which meeting more rarely is not worth its loss."""
+ROUNDS = 100
+"""Meetings below which a run that meets rarely ends with a higher loss (Douillard et al. 2025)."""
+HARMLESS = 16
+"""Steps up to which ranks kept the loss of data parallelism (benchmarks/local.py)."""
+CODECS = (None, Int8Config(), Int4Config())
+"""The least lossy first."""
+
+
+@dataclass(frozen=True, slots=True)
+class RareMeetings:
+    """What was chosen.
+
+    Attributes:
+        strategy: with ``local``; None: ranks go on exchanging gradients.
+        reason: of either, a sentence.
+    """
+
+    strategy: Strategy | None
+    reason: str
+
+
+def choose_meetings(
+    workload: Workload,
+    network: NetworkProfile,
+    base: Strategy,
+    exchanges: Sequence[Prediction],
+    updates: int | None = None,
+) -> RareMeetings:
+    """Choose the settings of ``local`` that keep most of a training and reach `ENOUGH`.
+
+    Up to `HARMLESS` steps a shorter delay comes first, then fewer steps, then a codec that keeps
+    more; where none reaches it, the fastest.
+
+    Args:
+        workload: what an update computes, and the bytes of its gradients.
+        network: what exchanges cost.
+        base: the strategy whose other settings stay.
+        exchanges: of gradients at every update, as they are predicted.
+        updates: of the whole run, if known.
+    """
+    if network.world_size == 1:
+        return RareMeetings(None, "one rank meets nobody")
+    alone = float(workload.alone(base.gradients.accumulate).max())
+    best = min(exchanges, key=lambda prediction: prediction.seconds)
+    reached = alone / best.seconds
+    if reached >= ENOUGH:
+        return RareMeetings(
+            None,
+            f"{label(best.strategy)} exchanges gradients at {reached:.0%} of the speed without any "
+            f"exchange ({best.seconds:.4g} s an update), so nothing is left to gain",
+        )
+    found = [one for one in _settings(base, network) if _rounds(one, updates) >= ROUNDS]
+    if not found:
+        return RareMeetings(
+            None,
+            f"{updates} updates are fewer than {ROUNDS} meetings of {STEPS[0]} updates: the loss "
+            "would end higher",
+        )
+    seconds = [local_seconds(one, workload, network) for one in found]
+    enough = (i for i, each in enumerate(seconds) if alone >= ENOUGH * each)
+    chosen = next(enough, seconds.index(min(seconds)))
+    megabytes = local_bytes(found[chosen], workload, network) / 2**20
+    return RareMeetings(
+        found[chosen],
+        f"{label(found[chosen])}: predicted {seconds[chosen]:.4g} s and {megabytes:.3g} MB an "
+        f"update, {alone / seconds[chosen]:.0%} of the speed without any exchange; "
+        f"{label(best.strategy)} takes {best.seconds:.4g} s",
+    )
+
+
+def _settings(base: Strategy, network: NetworkProfile) -> Iterator[Strategy]:
+    """List what may be chosen, the one that keeps most of a training first."""
+    plain = base.with_gradients(transport=FlatConfig(), split=ByBytesConfig(), codec=None)
+    codecs = [codec for codec in CODECS if codec is None or is_costed(codec, network.codecs)]
+    found = [
+        (steps, delay)
+        for steps in STEPS
+        for delay in range(steps // FRAGMENTS + 1)
+        if delay / steps in LAGS
+    ]
+    for steps, delay in sorted(found, key=_harm):
+        for codec in codecs:
+            config = LocalConfig(
+                steps=steps, fragments=FRAGMENTS if delay else 1, delay=delay, codec=codec
+            )
+            yield plain.model_copy(update={"local": config})
+
+
+def _harm(setting: tuple[int, int]) -> tuple[float, ...]:
+    """Sort key of steps and delay: up to `HARMLESS` steps cost nothing, further ones more than a
+    delay, and a delay by the part of a round that it is."""
+    steps, delay = setting
+    return max(steps, HARMLESS), delay / steps, steps
+
+
+def _rounds(strategy: Strategy, updates: int | None) -> float:
+    assert strategy.local is not None
+    return float("inf") if updates is None else updates / strategy.local.steps

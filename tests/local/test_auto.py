@@ -1,0 +1,118 @@
+"""``local: auto`` averages gradients while it measures, then meets as chosen, or goes on so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import slipstream
+from slipstream.errors import StrategyError
+from slipstream.planner.network.costs import CodecCost
+from slipstream.planner.search import rare_meetings
+from slipstream.strategy import LocalConfig, Strategy
+from slipstream.tuner import local_search
+from tests.harness.ranks import Ranks
+from tests.local.reference import Reference, flat
+from tests.local.test_training import adamw, build, loss_of
+from tests.planner.networks import ethernet_profile
+
+DECIDED = local_search.WINDOW + 2
+"""The update after which ranks meet: those that settle, and those that are traced."""
+UPDATES = 30
+SLOW = 1e3
+"""Bits a second."""
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def on_a_link_of(rate: float) -> None:
+    """Let every rank measure this; so slow that nothing is hidden, and the fastest is chosen."""
+    setattr(rare_meetings, "STEPS", (8,))  # noqa: B010
+    codecs = {"int8": CodecCost(ratio=0.25), "int4": CodecCost(ratio=0.13)}
+    network = ethernet_profile(2).scaled(2, 1, rate).model_copy(update={"codecs": codecs})
+    setattr(local_search, "calibrate", lambda *_, **__: network)  # noqa: B010
+
+
+def trained(
+    rate: float | None, local: Any, half: bool = False
+) -> tuple[Tensor, dict[str, Any], str]:
+    """This rank's parameters, its ``local`` as chosen, and the report; ``half`` of it restored."""
+    if rate is not None:
+        on_a_link_of(rate)
+    model = build()
+    session = slipstream.accelerate(model, adamw(model), None, {"local": local})
+    for update in range(1, UPDATES + 1):
+        session.backward(loss_of(model, session.rank, update))
+        session.step()
+        if half and update == UPDATES // 2:
+            part = session.checkpoint(sharded=True)
+            parts: list[Any] = [None] * session.world_size
+            torch.distributed.all_gather_object(parts, part)
+            session.close()
+            model = build()
+            session = slipstream.accelerate(model, adamw(model), None, {"local": local})
+            session.restore(parts)
+    own, report = flat(model.parameters()), session.report()
+    chosen = session.state_dict()["local"]["config"]
+    session.close()
+    return own, chosen, report
+
+
+def test_it_meets_as_it_chose_from_the_update_on_that_it_chose_after(two: Ranks) -> None:
+    found = two.run(trained, SLOW, {"auto": True, "lr": 0.5, "momentum": 0.6})
+    config = LocalConfig.model_validate(found[0][1])
+    assert (config.auto, config.lr, config.momentum) == (False, 0.5, 0.6)
+    assert (config.steps, config.fragments, config.delay) == (8, 4, 2)
+    assert config.warm_up == DECIDED
+    reference = Reference(build, adamw, config, 2)
+    with torch.no_grad(), torch.enable_grad():
+        reference.train(loss_of, UPDATES)
+    for rank, (own, _, report) in enumerate(found):
+        torch.testing.assert_close(own, reference.parameters(rank), rtol=1e-9, atol=1e-11)
+        assert "meetings" in report
+
+
+def test_a_restored_run_keeps_the_choice(two: Ranks) -> None:
+    local = {"auto": True}
+    straight, resumed = (two.run(trained, SLOW, local, half) for half in (False, True))
+    for (own, chosen, _), (again, same, _) in zip(straight, resumed, strict=True):
+        assert torch.equal(own, again)
+        assert chosen == same
+
+
+def test_where_it_does_not_pay_gradients_are_averaged_to_the_end(two: Ranks) -> None:
+    auto = {"auto": True, "updates": UPDATES}
+    plain = two.run(trained, None, {"steps": 1, "warm_up": UPDATES + 1})
+    found = two.run(trained, SLOW, auto)
+    for (own, chosen, report), (other, *_) in zip(found, plain, strict=True):
+        assert torch.equal(own, other)
+        assert chosen["auto"]
+        assert "30 updates are fewer than 100 meetings" in " ".join(report.split())
+
+
+def test_on_a_real_link_it_measures_and_goes_on(two: Ranks) -> None:
+    (first, chosen, _), (second, also, _) = two.run(trained, None, "auto")
+    assert chosen == also
+    assert first.isfinite().all()
+    assert second.isfinite().all()
+
+
+def test_alone_there_is_nothing_to_choose() -> None:
+    own, chosen, _ = trained(None, "auto")
+    assert chosen["auto"]
+    assert own.isfinite().all()
+
+
+def test_what_auto_chooses_is_not_given_beside_it() -> None:
+    with pytest.raises(StrategyError, match="auto with steps, codec: auto chooses steps, "):
+        Strategy.load({"local": {"auto": True, "steps": 4, "codec": "int8"}})
+    with pytest.raises(StrategyError, match="updates is only for auto"):
+        Strategy.load({"local": {"updates": 100}})
