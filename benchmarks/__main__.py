@@ -96,6 +96,11 @@ def commands() -> Iterator[tuple[str, str]]:
         yield f"local-bert-{rate}", f"local speed --rate {rate} --rounds 3"
     for task in ("causal", "masked", "digits"):
         yield f"local-{task}", f"local loss --task {task}"
+    of_auto = (
+        "'data parallel' 'data parallel and outer steps' '16 steps' "
+        "'16 steps, 4 fragments, delay 2, int4'"
+    )
+    yield "local-causal-auto", f"local loss --steps 800 --variants {of_auto}"
     yield "convergence-digits", "convergence --task digits"
     yield "convergence-text", "convergence --task text --ranks 2 --steps 1600"
     for task in ("digits", "text", "speed"):

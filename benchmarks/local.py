@@ -20,11 +20,13 @@ import argparse
 import math
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from random import Random
 from statistics import fmean, median, stdev
 from typing import Any
 
@@ -48,6 +50,11 @@ from benchmarks.iteration import LEARNING_RATE, on_loopback, plain, quartiles
 from benchmarks.record import finish
 from benchmarks.turns import slowest
 from examples import data
+from slipstream.calibration.calibrate import SIZES, calibrate
+from slipstream.cluster.connect import connect, from_environ
+from slipstream.planner.forecast import Forecast
+from slipstream.strategy import Int4Config, Int8Config, Strategy
+from slipstream.trace import chrome
 
 WARM_UP = 1 / 8
 """Of the updates; the same for all that meet rarely."""
@@ -287,11 +294,46 @@ ROUND = 16
 """Updates of a turn: a round of every local variant."""
 FAST = (
     "16 steps",
+    "16 steps, int8",
     "16 steps, int4",
+    "8 steps, int4",
+    "16 steps, 4 fragments, int4",
+    "16 steps, 2 fragments, delay 2, int4",
+    "8 steps, 4 fragments, delay 1, int4",
+    "16 steps, 4 fragments, delay 1, int4",
+    "16 steps, 4 fragments, delay 2, int4",
     "16 steps, 4 fragments, delay 4",
     "16 steps, 4 fragments, delay 4, int8",
     "16 steps, 4 fragments, delay 4, int4",
 )
+AUTO = "local: auto"
+
+
+def predicted(case: Case) -> dict[str, float] | None:
+    """Predict an update of every local variant from a trace and the network; None on other
+    ranks."""
+    network = calibrate(
+        connect(from_environ(), torch.device("cpu")),
+        sizes=SIZES[::2],
+        seconds=6.0,
+        rounds=3,
+        codecs=[Int8Config(), Int4Config()],
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        model, loss_of = case.make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        strategy = {"trace": {"steps": 6, "folder": folder}}
+        with slipstream.accelerate(model, optimizer, None, strategy) as session:
+            for _ in range(8):
+                session.backward(loss_of(session.model))
+                session.step()
+        if dist.get_rank() != 0:
+            return None
+        forecast = Forecast.of(chrome.read(Path(folder) / "trace.json"), network)
+    return {
+        f"local, {name}": forecast.seconds(Strategy.load({"local": settings_of(name)}))
+        for name in FAST
+    }
 
 
 def sent_bytes() -> int:
@@ -335,11 +377,14 @@ def speed(args: argparse.Namespace) -> None:
     variants |= {f"DDP, {mb:g} MB": (ddp(mb), 2) for mb in args.ddp}
     variants |= {name: (ours({"gradients": g}), 2) for name, g in SPEED.items()}
     variants |= {f"local, {name}": (ours({"local": settings_of(name)}), ROUND) for name in FAST}
+    variants[AUTO] = ours({"local": "auto"}), ROUND
+    forecast = predicted(case)
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     sent: dict[str, list[float]] = {name: [] for name in variants}
     quiet = Console(stderr=True, quiet=rank != 0)
     for number in track(range(args.rounds + 1), "rounds", console=quiet):
-        for name, (iterate, updates) in variants.items():
+        for name in Random(number).sample([*variants], len(variants)):  # alike on all ranks
+            iterate, updates = variants[name]
             for _ in range(updates):  # not timed
                 iterate()
             dist.barrier()
@@ -368,6 +413,7 @@ def speed(args: argparse.Namespace) -> None:
                     "gain": median(ratios),
                     "of_compute": median(seconds["no exchange"]) / middle,
                     "sent": median(sent[name]),
+                    "predicted": (forecast or {}).get(name),
                 }
             )
         entry: dict[str, Any] = {
@@ -381,6 +427,7 @@ def speed(args: argparse.Namespace) -> None:
             "rounds": args.rounds,
             "rows": rows,
             "seconds": seconds,
+            "auto": sessions[-1].state_dict()["local"]["config"],
         }
         finish(args.json, "local", entry)
     dist.barrier()

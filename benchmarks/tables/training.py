@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from statistics import fmean
+from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from benchmarks.result import Entry, Result, Table, measured_with, spread, yes
@@ -65,8 +66,10 @@ def local(entry: Entry) -> Result:
             for r in entry["rows"]
         ]
         columns = ("training", _score_of(entry), "deviation of the seeds", "gap")
-        picture = f"![scores on the way](local-{entry['task']}.png)"
-        title = f"Local, {entry['task']}, {entry['date']}"
+        _, _, path = entry["command"].partition("--json ")
+        picture = f"![scores on the way]({Path(path).stem}.png)"
+        seeds = f", {entry['seeds']} seeds" if entry["seeds"] > 1 else ""
+        title = f"Local, {entry['task']}{seeds}, {entry['date']}"
         return Result(title, [measured_with(entry, words), picture, Table(columns, scores)])
     words = (
         f"{entry['nodes']} emulated hosts at {entry['rate']}, {entry['megabytes']:.1f} MB of "
@@ -77,13 +80,21 @@ def local(entry: Entry) -> Result:
         (
             *(r["name"], f"{r['median']:.3f}", f"{r['low']:.3f}..{r['high']:.3f}"),
             *(f"{r['gain']:.2f}", f"{r['of_compute']:.2f}", f"{r['sent'] / 2**20:.3f}"),
+            f"{r['predicted']:.3f}" if r.get("predicted") else "",
         )
         for r in entry["rows"]
     ]
     headings = (
         *("training", "s an update", "quartiles", "times as fast as the best DDP"),
-        *("of the speed without exchange", "MB sent an update"),
+        *("of the speed without exchange", "MB sent an update", "predicted s"),
     )
+    if "auto" in entry:
+        config = entry["auto"]
+        chosen = ", ".join(f"{name} {config[name]}" for name in ("steps", "fragments", "delay"))
+        words += f" auto chose {chosen}, codec {(config['codec'] or {}).get('kind')}."
+        ratios = [r["predicted"] / r["median"] for r in entry["rows"] if r.get("predicted")]
+        off = median(abs(ratio - 1) for ratio in ratios)
+        words += f" Predictions of {len(ratios)} settings are {off:.1%} off in the median."
     where = "" if entry["compute"] == "accelerator" else ", the same cores"
     title = f"Local, {entry['model']} at {entry['rate']}{where}, {entry['date']}"
     return Result(title, [measured_with(entry, words), Table(headings, speeds)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -376,3 +377,21 @@ def test_what_one_rank_does_differently_is_an_error_on_all(two: Ranks, name: str
         assert kind == MismatchError.__name__, text
         assert [w for w in words if w not in text] == [], text
         assert "differs" in text if failed is None else "differs" not in text
+
+
+def traced_elsewhere(folder: str) -> list[str]:
+    """The files that a rank has written into a folder of its own."""
+    own = Path(folder) / f"of rank {dist.get_rank()}"
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = {"trace": {"steps": 1, "skip": 0, "folder": str(own)}}
+    with slipstream.accelerate(model, optimizer, strategy=strategy) as session:
+        session.backward(session.model(torch.ones(2, 4)).sum())
+        session.step()
+    return [path.name for path in own.glob("*")]
+
+
+def test_the_folder_of_a_trace_may_differ_for_the_first_rank_alone_writes(
+    two: Ranks, tmp_path: Path
+) -> None:
+    assert two.run(traced_elsewhere, str(tmp_path)) == [["trace.json"], []]

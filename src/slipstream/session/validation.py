@@ -68,8 +68,10 @@ def validate(
     check_local(strategy)
     check_compute(model, strategy)
     check_memory(model, strategy, local_ranks=local_ranks, rank=cluster.rank)
+    settings = strategy.document()
+    settings.get("trace", {}).pop("folder", None)  # the first rank alone writes
     fingerprint = {
-        "the strategy": json.dumps(strategy.document()),
+        "the strategy": json.dumps(settings),
         "the optimizer": type(optimizer).__name__,
         "the loader": "none" if loader is None else "given",
     }

@@ -22,7 +22,7 @@ slow_network:
   settings: {gradients: {split: optimal, transport: auto, codec: half}}
 very_slow_network:
   reason: ranks train on their own, and send 4 bits of each change every 16 updates
-  settings: {local: {steps: 16, fragments: 4, delay: 4, codec: int4}}
+  settings: {local: {steps: 16, fragments: 4, delay: 2, codec: int4}}
 low_memory:
   reason: every block is computed again in backward; ranks share the optimizer's state
   settings: {gradients: {transport: sharded}, memory: {recompute: every}}

@@ -25,6 +25,7 @@ from slipstream.planner.forecast import Forecast
 from slipstream.planner.network.profile import NetworkProfile
 from slipstream.planner.search.label import label
 from slipstream.planner.search.ranking import Prediction, ScaleOutPoint
+from slipstream.planner.search.rare_meetings import RareMeetings
 from slipstream.planner.search.unpredicted import Beside
 from slipstream.strategy import Strategy
 from slipstream.strategy.yaml import SUFFIXES
@@ -122,6 +123,12 @@ class _Answer:
     def beside(self) -> tuple[list[Beside], tuple[str, ...]]:
         return self.forecast.beside(self.predictions[0])
 
+    @cached_property
+    def meetings(self) -> RareMeetings | None:
+        """How rarely ranks should meet, or why not; None: only exact ways are asked about."""
+        exchanges = [one for one in self.predictions if one.strategy.local is None]
+        return None if self.exact_only else self.forecast.meetings(exchanges)
+
     def curves(self) -> Mapping[str, list[ScaleOutPoint]]:
         """The best strategy over nodes and over rates; empty where not possible."""
         forecast = self.forecast
@@ -143,6 +150,7 @@ class _Answer:
             **{over: [_point(point) for point in points] for over, points in self.curves().items()},
             "beside": [one._asdict() for one in found],
             "unpredicted": list(unpredicted),
+            "meetings": None if self.meetings is None else self.meetings.reason,
         }
 
 
@@ -197,6 +205,8 @@ def _print(answer: _Answer, console: Console) -> None:
     console.print(ranking(answer.predictions, answer.forecast.base, network))
     if words := besides(*answer.beside, best):
         console.print(words)
+    if answer.meetings is not None:
+        console.print(Text(f"Meeting rarely: {answer.meetings.reason}."))
     for doubt in network.doubts:
         console.print(Text(f"warning: {doubt}", style="yellow"))
     if network.extrapolated:
