@@ -116,3 +116,31 @@ def test_what_auto_chooses_is_not_given_beside_it() -> None:
         Strategy.load({"local": {"auto": True, "steps": 4, "codec": "int8"}})
     with pytest.raises(StrategyError, match="updates is only for auto"):
         Strategy.load({"local": {"updates": 100}})
+
+
+def restored_before_the_choice() -> list[Tensor]:
+    """A run saved while it measures goes on, and chooses anew."""
+    on_a_link_of(SLOW)
+    ended = []
+    for half in (False, True):
+        model = build()
+        session = slipstream.accelerate(model, adamw(model), None, {"local": "auto"})
+        for update in range(1, DECIDED):
+            session.backward(loss_of(model, session.rank, update))
+            session.step()
+            if half and update == 4:
+                parts: list[Any] = [None] * session.world_size
+                torch.distributed.all_gather_object(parts, session.checkpoint(sharded=True))
+                session.close()
+                model = build()
+                session = slipstream.accelerate(model, adamw(model), None, {"local": "auto"})
+                session.restore(parts)
+        assert session.state_dict()["local"]["config"]["auto"]
+        session.close()
+        ended.append(flat(model.parameters()))
+    return ended
+
+
+def test_a_run_restored_before_the_choice_measures_anew(two: Ranks) -> None:
+    for straight, resumed in two.run(restored_before_the_choice):
+        assert torch.equal(straight, resumed)

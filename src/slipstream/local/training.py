@@ -70,7 +70,7 @@ class LocalTraining:
     def _use(self, config: LocalConfig) -> None:
         """Let meetings be as ``config`` says."""
         self._config, self._schedule = config, MeetingSchedule.of(config)
-        fragments = cut(self._model, self._trained, config.fragments)
+        fragments = () if config.auto else cut(self._model, self._trained, config.fragments)
         self._meetings = [
             Meeting(self._model, fragment, config, self.ranks, number)
             for number, fragment in enumerate(fragments)
@@ -102,10 +102,13 @@ class LocalTraining:
         """
         self._undecided, self._why = False, reason
         if config is not None:
-            chosen = {name: getattr(config, name) for name in CHOSEN}
-            warm_up = max(self._config.warm_up, self.updates + 1)
-            given = {"auto": False, "updates": None, "warm_up": warm_up}
-            self._use(self._config.model_copy(update=chosen | given))
+            self._take_over(config, max(self._config.warm_up, self.updates + 1))
+
+    def _take_over(self, config: LocalConfig, warm_up: int) -> None:
+        """Let what ``auto`` leaves open be as in ``config``."""
+        chosen = {name: getattr(config, name) for name in CHOSEN}
+        given = {"auto": False, "updates": None, "warm_up": warm_up}
+        self._use(self._config.model_copy(update=chosen | given))
 
     # The loop.
 
@@ -309,11 +312,12 @@ class LocalTraining:
         saved = None if state is None else LocalConfig.model_validate(state["config"])
         if state is None or saved is None or saved.auto:
             self.updates = steps if state is None else state["updates"]
+            self.own_state = None  # ranks that average gradients have all in common
             self.parameters_loaded()
             self._engine.leave(not self.warms_up)
             return
         if self._config.auto:  # the saved run has chosen already
-            self._use(saved)
+            self._take_over(saved, saved.warm_up)
             self._undecided, self._why = False, "as in the run that was saved"
         if saved.fragments != self._config.fragments:
             raise UsageError(
