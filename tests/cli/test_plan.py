@@ -87,6 +87,9 @@ def test_json_is_for_machines(files, tmp_path) -> None:
     assert [point["nodes"] for point in numbers["nodes"]] == [2**power for power in range(13)]
     assert numbers["rates"][0]["rate"] == 1e8
     assert all(0 < point["efficiency"] <= 1.001 for point in numbers["nodes"])
+    words = " ".join(_run(*files, "--allow-lossy").split())
+    assert f"Meeting rarely: {numbers['meetings']}." in words
+    assert "Meeting rarely" not in _run(*files)
 
 
 def test_what_is_not_the_exchange_is_predicted_too(files, tmp_path) -> None:
