@@ -251,9 +251,9 @@ def early_onebit(every: Results) -> str:
 def local_gain(every: Results) -> str:
     """README: meeting rarely on slow links, by the best DDP."""
     found = [entry for entry in _of(every, "local") if entry["kind"] == "speed"]
-    gains = [_row(entry, name="local: auto")["gain"] for entry in found]
-    setting = "16 steps, 4 fragments, delay 2, int4"
-    gap = _row(every["local-causal-auto"], name=setting)["gap"]
+    setting = "16 steps, 4 fragments, delay 4, int8"
+    gains = [_row(entry, name=f"local, {setting}")["gain"] for entry in found]
+    gap = _row(every["local-causal"], name=setting)["gap"]
     return (
         f"{_to(gains, 0)} at 300mbit and 100mbit, where an update computes for 0.15 s; loss "
         f"{gap:+.1%} in a short run"
