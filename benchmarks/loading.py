@@ -139,7 +139,8 @@ def _others(workers: int, depth: int) -> dict[str, Callable[[Dataset[Any]], Any]
                 def read(indices: list[int]) -> Any:
                     return collate([dataset[index] for index in indices])
 
-                builder: Any = PipelineBuilder().add_source(self._loader.batch_sampler)
+                source: Any = self._loader.batch_sampler
+                builder: Any = PipelineBuilder().add_source(source)
                 pipeline = (
                     builder.pipe(read, concurrency=workers, output_order="input")
                     .add_sink(depth)
