@@ -180,7 +180,8 @@ def test_transports_and_splits_are_chosen_together(three: Ranks) -> None:
     answers = three.run(train, UPDATES + 2, BOTH, (4, 2, 3, 1) * TURNS)
     for answer in answers:
         tried = set(zip(answer["used"], map(tuple, answer["segments"]), strict=True))
-        assert {("flat", (12,)), ("flat", (4, 8)), ("direct", (4, 8))} <= tried
+        assert {("flat", (12,)), ("flat", (4, 8))} <= tried
+        assert "direct" in answer["used"]  # by the split that is best on the network as it is now
         assert answer["used"] == answers[0]["used"]
         assert answer["segments"] == answers[0]["segments"]
         assert answer["segments"][-1] in ([4, 8], [12])

@@ -28,7 +28,7 @@ CODECS = (Int8Config(), Int4Config())
 
 
 class Meetings(Protocol):
-    """What begins as soon as it is chosen; the session's."""
+    """Meetings that begin as soon as they are chosen; the session's."""
 
     @property
     def undecided(self) -> bool:

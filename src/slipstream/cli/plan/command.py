@@ -125,7 +125,7 @@ class _Answer:
 
     @cached_property
     def meetings(self) -> RareMeetings | None:
-        """How rarely ranks should meet, or why not; None: only exact ways are asked about."""
+        """The choice whether and how rarely ranks meet; None: only exact ways are asked about."""
         exchanges = [one for one in self.predictions if one.strategy.local is None]
         return None if self.exact_only else self.forecast.meetings(exchanges)
 

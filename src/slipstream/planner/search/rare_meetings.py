@@ -35,7 +35,7 @@ CODECS = (None, Int8Config(), Int4Config())
 
 @dataclass(frozen=True, slots=True)
 class RareMeetings:
-    """What was chosen.
+    """A choice, and its reason.
 
     Attributes:
         strategy: with ``local``; None: ranks go on exchanging gradients.
