@@ -25,7 +25,8 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _products_in_fp32() -> Iterator[None]:
     """TF32 rounds what two ways to add differ in to a thousandth."""
-    convolutions: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    cudnn: Any = torch.backends.cudnn
+    convolutions = cudnn.conv
     before, convolutions.fp32_precision = convolutions.fp32_precision, "ieee"
     yield
     convolutions.fp32_precision = before

@@ -33,20 +33,25 @@ def two() -> Iterator[Ranks]:
         yield ranks
 
 
-def on_a_link_of(rate: float) -> None:
-    """Let every rank measure this; so slow that nothing is hidden, and the fastest is chosen."""
-    setattr(rare_meetings, "STEPS", (8,))  # noqa: B010
+def on_a_link_of(rate: float, patch: pytest.MonkeyPatch) -> None:
+    """Let this rank measure this; so slow that nothing is hidden, and the fastest is chosen."""
+    patch.setattr(rare_meetings, "STEPS", (8,))
     codecs = {"int8": CodecCost(ratio=0.25), "int4": CodecCost(ratio=0.13)}
     network = ethernet_profile(2).scaled(2, 1, rate).model_copy(update={"codecs": codecs})
-    setattr(local_search, "calibrate", lambda *_, **__: network)  # noqa: B010
+    patch.setattr(local_search, "calibrate", lambda *_, **__: network)
 
 
 def trained(
     rate: float | None, local: Any, half: bool = False
 ) -> tuple[Tensor, dict[str, Any], str]:
     """This rank's parameters, its ``local`` as chosen, and the report; ``half`` of it restored."""
-    if rate is not None:
-        on_a_link_of(rate)
+    with pytest.MonkeyPatch.context() as patch:  # a rank runs other tests afterwards
+        if rate is not None:
+            on_a_link_of(rate, patch)
+        return run(local, half)
+
+
+def run(local: Any, half: bool) -> tuple[Tensor, dict[str, Any], str]:
     model = build()
     session = slipstream.accelerate(model, adamw(model), None, {"local": local})
     for update in range(1, UPDATES + 1):
@@ -119,8 +124,7 @@ def test_what_auto_chooses_is_not_given_beside_it() -> None:
 
 
 def restored_before_the_choice() -> list[Tensor]:
-    """A run saved while it measures goes on, and chooses anew."""
-    on_a_link_of(SLOW)
+    """A run saved while it measures goes on, and has not chosen yet."""
     ended = []
     for half in (False, True):
         model = build()

@@ -377,7 +377,7 @@ class LocalTraining:
         config = self._config
         if config.auto:
             outcome = self._why or "measures the first updates"
-            return [Row("local", "auto", outcome, "lossy")]
+            return [Row("local", "auto", outcome)]
         if self.warms_up:
             left = config.warm_up - self.updates
             return [Row("local", f"{left} updates of warm-up left", "gradients are averaged")]

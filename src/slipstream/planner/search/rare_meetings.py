@@ -12,10 +12,12 @@ from slipstream.planner.search.label import label
 from slipstream.planner.search.ranking import Prediction
 from slipstream.strategy import (
     ByBytesConfig,
+    DirectConfig,
     FlatConfig,
     Int4Config,
     Int8Config,
     LocalConfig,
+    SharedMemoryConfig,
     Strategy,
 )
 
@@ -97,7 +99,10 @@ def choose_meetings(
 
 def _settings(base: Strategy, network: NetworkProfile) -> Iterator[Strategy]:
     """List what may be chosen, the one that keeps most of a training first."""
-    plain = base.with_gradients(transport=FlatConfig(), split=ByBytesConfig(), codec=None)
+    transport = base.gradients.transport
+    if not isinstance(transport, FlatConfig | DirectConfig | SharedMemoryConfig):
+        transport = FlatConfig()
+    plain = base.with_gradients(transport=transport, split=ByBytesConfig(), codec=None)
     codecs = [codec for codec in CODECS if codec is None or is_costed(codec, network.codecs)]
     found = [
         (steps, delay)
