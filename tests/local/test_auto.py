@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,7 +105,9 @@ def test_where_it_does_not_pay_gradients_are_averaged_to_the_end(two: Ranks) -> 
 
 
 def test_on_a_real_link_it_measures_and_goes_on(two: Ranks) -> None:
-    (first, chosen, _), (second, also, _) = two.run(trained, None, "auto")
+    (first, chosen, report), (second, also, _) = two.run(trained, None, "auto")
+    assert "measures the first updates" not in report
+    assert re.search(r"\d+% of the speed", " ".join(report.split()))
     assert chosen == also
     assert first.isfinite().all()
     assert second.isfinite().all()
