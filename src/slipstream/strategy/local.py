@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, model_validator
 
 from slipstream.strategy.codec import CodecVariant, PlainCodecConfig
 from slipstream.strategy.setting import OneOf, Setting
@@ -68,11 +68,6 @@ class LocalConfig(Setting):
         """Whether gradients are averaged at the first updates."""
         return self.auto or self.warm_up > 0
 
-    @model_validator(mode="before")
-    @classmethod
-    def _by_name(cls, value: Any) -> Any:
-        return {"auto": True} if value == "auto" else value
-
     @model_validator(mode="after")
     def _open_or_given(self) -> LocalConfig:
         fields = type(self).model_fields
@@ -105,3 +100,13 @@ class LocalConfig(Setting):
                 "steps on its own; allowed: half, int8, int4, onebit, topk, powersgd"
             )
         return self
+
+
+def _by_name(value: Any) -> Any:
+    return {"auto": True} if value == "auto" else value
+
+
+MeetingsConfig = Annotated[
+    LocalConfig, BeforeValidator(_by_name, json_schema_input_type=LocalConfig | Literal["auto"])
+]
+"""Settings, or ``auto``."""

@@ -17,7 +17,7 @@ from slipstream.errors import StrategyError
 from slipstream.strategy.codec import CodecConfig
 from slipstream.strategy.compute import ComputeConfig
 from slipstream.strategy.data import DataConfig
-from slipstream.strategy.local import LocalConfig
+from slipstream.strategy.local import MeetingsConfig
 from slipstream.strategy.memory import MemoryConfig
 from slipstream.strategy.overview import overview, plain_text
 from slipstream.strategy.parallel import ParallelConfig
@@ -103,7 +103,7 @@ class Strategy(Setting):
     gradients: GradientsConfig = GradientsConfig()
     """How gradients are averaged over ranks."""
 
-    local: LocalConfig | None = None
+    local: MeetingsConfig | None = None
     """How rarely ranks meet that train on their own; null: they exchange gradients."""
 
     parallel: ParallelConfig = ParallelConfig()
