@@ -30,8 +30,10 @@ class Reference:
         optimizer: Callable[[nn.Module], Optimizer],
         config: LocalConfig,
         ranks: int,
+        sizes: Sequence[int] = (),
     ) -> None:
         self.config, self.ranks = config, ranks
+        self.sizes = torch.tensor(sizes or [1] * ranks)  # what each counts for
         self.models = [build() for _ in range(ranks)]
         self.optimizers = [optimizer(model) for model in self.models]
         trained = parameters_of(self.models[0], trainable=True)
@@ -70,7 +72,8 @@ class Reference:
                     loss.backward()
             if update <= self.config.warm_up:
                 for many in zip(*(m.parameters() for m in self.models), strict=True):
-                    mean = torch.stack([p.grad for p in many]).mean(0)
+                    parts = [p.grad * s for p, s in zip(many, self.sizes, strict=True)]
+                    mean = torch.stack(parts).sum(0) / self.sizes.sum()
                     for p in many:
                         p.grad = mean.clone()
             for optimizer in self.optimizers:
@@ -79,7 +82,7 @@ class Reference:
             if update == self.config.warm_up:
                 self.take_outer()
             if update > self.config.warm_up:
-                self.weights += torch.tensor([loss is not None for loss in losses])
+                self.weights += self.sizes * torch.tensor([loss is not None for loss in losses])
                 self.meet(update - self.config.warm_up, update)
 
     def meet(self, now: int, update: int) -> None:
@@ -128,7 +131,8 @@ class Reference:
             for key, value in states[0].items():
                 if isinstance(value, Tensor) and value.shape == of[0].shape:
                     rows = [piece.of(state[key]) for state in states]
-                    mean = torch.stack(rows).mean(0)
+                    parts = [row * s for row, s in zip(rows, self.sizes, strict=True)]
+                    mean = torch.stack(parts).sum(0) / self.sizes.sum()
                     for row in rows:
                         row.copy_(mean)
 

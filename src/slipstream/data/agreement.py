@@ -40,7 +40,7 @@ class Agreement:
         """For each rank the step up to which it has promised batches."""
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
         self._active, self._active_since = self._ranks, 0
-        self._is_over = self.dummy_batch = False
+        self._is_over = self._all_used = self.dummy_batch = False
 
     @property
     def promised(self) -> bool:
@@ -89,7 +89,8 @@ class Agreement:
         """
         self.settle()
         self._note()
-        if self._used == self._steps and self._is_over:
+        self._all_used = self._used == self._steps and self._is_over
+        if self._all_used:
             self.dummy_batch = False
             return self._ranks
         if self._used < self._active_since:
@@ -103,6 +104,10 @@ class Agreement:
             )
         self._used = min(self._used + 1, self._steps)
         return self._active
+
+    def has_batch(self, rank: int) -> bool:
+        """Whether a rank counted in the last `use`."""
+        return self._all_used or self._ends[rank] >= self._steps
 
     def end(self) -> None:
         """The loop was left, or has ended."""

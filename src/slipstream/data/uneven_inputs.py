@@ -138,6 +138,13 @@ class UnevenInputLoader:
             return self._followed.active
         return self._ranks if self._agreement is None else self._agreement.use()
 
+    def has_batch(self, rank: int) -> bool:
+        """Whether a rank has a batch of its own in the present step, which is known after
+        `active`."""
+        if self._followed is not None:
+            return self._followed.has_batch(rank)
+        return self._agreement is None or self._agreement.has_batch(rank)
+
     def detach(self) -> None:
         """Iterate without the other ranks from now on; a group ends with its last reference."""
         if self._agreement is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from slipstream.errors import StrategyError
 from slipstream.strategy import HalfWeightsConfig, OptimalConfig, Strategy
 
-ALLOWED = ("flat", "direct", "shared_memory")
+ALLOWED = ("flat", "direct", "shared_memory", "hierarchical")
 
 
 def check_local(strategy: Strategy) -> None:
@@ -17,11 +17,22 @@ def check_local(strategy: Strategy) -> None:
     if strategy.local is None:
         return
     gradients, problem = strategy.gradients, ""
+    hosts = gradients.transport.between_hosts
     if gradients.transport.kind not in ALLOWED:
         problem = (
             f"gradients.transport {gradients.transport.kind}: it would share updates that differ "
             f"from rank to rank, or search for an exchange that is rare; allowed: "
             f"{', '.join(ALLOWED)}"
+        )
+    elif hosts and strategy.local.auto:
+        problem = (
+            f"gradients.transport {gradients.transport.kind} and auto, which knows the cost of "
+            "ranks that are alone; write local: {steps: ...}"
+        )
+    elif hosts and strategy.local.stretch:
+        problem = (
+            f"gradients.transport {gradients.transport.kind} and stretch: ranks of a host keep "
+            "step with each other; leave out one"
         )
     elif isinstance(gradients.split, OptimalConfig):
         problem = "gradients.split optimal, which is found while gradients are exchanged; leave out"

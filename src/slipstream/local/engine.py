@@ -7,38 +7,40 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from slipstream.gradients.compressed import NamedState
 from slipstream.gradients.interface import GradientEngine
 from slipstream.gradients.layout import Gradient
 from slipstream.gradients.ready_order import ReadyOrder
 from slipstream.gradients.segments import SegmentStats
-from slipstream.gradients.single import SingleReplicaEngine
+from slipstream.local.island import Island
 from slipstream.strategy import Row, SplitConfig
 from slipstream.trace.recorder import Stamp
 
 
 class LocalEngine(GradientEngine):
-    """An engine over ranks until `leave` is called, and one of a single replica from then on.
+    """An engine over all ranks until `leave` is called, and over an island from then on.
 
     Args:
-        shared: averages over ranks, closed by its owner; None: there is no warm-up.
-        own: scales the gradients of this rank.
+        shared: averages over all ranks; None: there is no warm-up.
+        own: averages over the island, or scales the gradients of this rank; owners close both.
+        island: of this rank.
 
     Exactness: that of the engine in use.
     """
 
-    def __init__(self, shared: GradientEngine | None, own: SingleReplicaEngine) -> None:
-        self._shared, self._own = shared, own
+    def __init__(self, shared: GradientEngine | None, own: GradientEngine, island: Island) -> None:
+        self._shared, self._own, self.island = shared, own, island
         self._used: GradientEngine = own if shared is None else shared
         self._gathers = False  # inside no_sync()
+        self.local_only(False)
 
     @property
     def alone(self) -> bool:
-        """Whether gradients stay on this rank."""
+        """Whether gradients stay in the island."""
         return self._used is self._own
 
     def leave(self, alone: bool) -> None:
-        """Keep gradients on this rank from now on, or average them again; between two updates."""
+        """Keep gradients in the island from now on, or average over all ranks again; between two
+        updates."""
         if self._shared is not None:
             self._used = self._own if alone else self._shared
             self.local_only(self._gathers)
@@ -73,12 +75,16 @@ class LocalEngine(GradientEngine):
 
     def local_only(self, on: bool) -> None:
         self._gathers = on
-        if self._shared is not None:  # its hooks are there to the end
-            self._shared.local_only(on or self.alone)
+        for engine in self._engines:  # the hooks of both are there to the end
+            engine.local_only(on or engine is not self._used)
+
+    @property
+    def _engines(self) -> Sequence[GradientEngine]:
+        return [self._own] if self._shared is None else [self._shared, self._own]
 
     @property
     def order(self) -> ReadyOrder | None:
-        return None if self._shared is None else self._shared.order
+        return next((engine.order for engine in self._engines if engine.order is not None), None)
 
     @property
     def segments(self) -> tuple[SegmentStats, ...]:
@@ -86,30 +92,23 @@ class LocalEngine(GradientEngine):
 
     @property
     def gradients(self) -> tuple[Gradient, ...]:
-        return () if self._shared is None else self._shared.gradients
+        return self._used.gradients or self._engines[0].gradients
 
     @property
     def ready(self) -> list[Stamp | None] | None:
         return self._used.ready
 
     def install(self, order: ReadyOrder, split: SplitConfig | None = None) -> None:
-        if self._shared is not None:
-            self._shared.install(order, split)
-
-    def codec_state(self) -> NamedState:
-        return {} if self._shared is None else self._shared.codec_state()
-
-    def load_codec_state(self, states: NamedState, /) -> None:
-        if self._shared is not None:
-            self._shared.load_codec_state(states)
+        for engine in self._engines:
+            engine.install(order, split)
 
     @property
     def failed(self) -> bool:
-        return self._used.failed
+        return any(engine.failed for engine in self._engines)
 
     @property
     def in_flight(self) -> bool:
-        return self._used.in_flight
+        return any(engine.in_flight for engine in self._engines)
 
     def report_rows(self) -> Sequence[Row]:
-        return []  # those of the engine that is shared are its own
+        return []  # both have their own

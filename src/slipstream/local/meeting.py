@@ -14,7 +14,8 @@ next change: nothing is thrown away or counted twice. (Streaming DiLoCo takes ``
 mix) g'``, which throws away that part of it.)
 
 A rank whose change is not finite sends nothing, with weight 0, and goes on from the outer
-parameters with a new optimizer state: its error stays its own.
+parameters with a new optimizer state: its error stays its own. Where the ranks of a host are an
+island, they have one change, and are one rank here.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.codecs import Compressor, Ranks, make_compressor
+from slipstream.codecs import Compressor, make_compressor
 from slipstream.codecs.compressor import is_finite
 from slipstream.errors import UsageError
 from slipstream.local.fragments import Fragment
+from slipstream.local.island import Island
 from slipstream.strategy import LocalConfig
 from slipstream.transport.requests import AllReduce, ExchangeSteps
 
@@ -44,6 +46,9 @@ class Flight:
         change: of this rank, then the mean over ranks.
         sent: this rank's parameters when it was sent.
         buffers: of this rank, then the mean over ranks.
+        own_buffers: of this rank.
+        weights: of this rank's change: its updates, and whether it is finite.
+        totals: the sums of these over ranks.
         lost: whether this rank's change was not finite.
     """
 
@@ -51,7 +56,11 @@ class Flight:
     change: torch.Tensor
     sent: torch.Tensor
     buffers: torch.Tensor
+    own_buffers: torch.Tensor
+    weights: torch.Tensor
+    totals: torch.Tensor
     lost: bool = False
+    begun: bool = False
 
 
 class Meeting:
@@ -61,37 +70,47 @@ class Meeting:
         model: has the buffers.
         fragment: what meets.
         config: of the strategy.
-        ranks: that meet.
+        island: of this rank.
         seed: of the codec's random streams.
 
     Attributes:
         outer: the parameters that all ranks share, one after the other, in fp32 or wider.
         done: how often it has met.
+        counted: updates of all ranks that these meetings have averaged.
         flight: what is on its way; None: nothing.
     """
 
     def __init__(
-        self, model: nn.Module, fragment: Fragment, config: LocalConfig, ranks: Ranks, seed: int
+        self, model: nn.Module, fragment: Fragment, config: LocalConfig, island: Island, seed: int
     ) -> None:
-        self._model, self.fragment, self._config, self._ranks = model, fragment, config, ranks
+        self._model, self.fragment, self._config, self._island = model, fragment, config, island
         self._sizes: list[tuple[int, ...]] = []  # of buffers
         first = fragment.pieces[0].values
-        self._device = first.device
+        self.device = first.device
         widest = max((piece.values.dtype for piece in fragment.pieces), key=lambda d: d.itemsize)
         self.dtype = widest if widest.itemsize >= 4 else torch.float32
-        self._home = torch.device("cpu") if config.offload else self._device
+        self._home = torch.device("cpu") if config.offload else self.device
         self.outer = torch.zeros(fragment.num_values, dtype=self.dtype, device=self._home)
         self.buffers = self.read_buffers()
         self.take_outer()
         self._optimizer = torch.optim.SGD(
             [self.outer], config.lr, config.momentum, nesterov=config.momentum > 0
         )
+        self._seed = seed
         self._compressor: Compressor | None = None
-        if config.codec is not None and ranks.count > 1:
-            like = [p.values.to(self.dtype) for p in fragment.pieces]
-            self._compressor = make_compressor(config.codec, like, ranks, num_flags=1, seed=seed)
-        self.done = 0
+        self.meet_as(island)
+        self.done = self.counted = 0
         self.flight: Flight | None = None
+
+    def meet_as(self, island: Island) -> None:
+        """Meet as one among these islands from now on; what the codec has left out is lost."""
+        self._island, config = island, self._config
+        self._compressor = None
+        if config.codec is not None and island.meets:
+            like = [p.values.to(self.dtype) for p in self.fragment.pieces]
+            self._compressor = make_compressor(
+                config.codec, like, island.islands, num_flags=1, seed=self._seed
+            )
 
     def take_outer(self) -> None:
         """Let the outer parameters be those that this rank has now."""
@@ -110,14 +129,14 @@ class Meeting:
 
     def read(self) -> torch.Tensor:
         """Copy this rank's parameters."""
-        flat = torch.empty(self.fragment.num_values, dtype=self.dtype, device=self._device)
+        flat = torch.empty(self.fragment.num_values, dtype=self.dtype, device=self.device)
         for piece, part in self._parts(flat):
             part.copy_(piece)
         return flat
 
     def write(self, flat: torch.Tensor) -> None:
         """Set this rank's parameters."""
-        for piece, part in self._parts(flat.to(self._device)):
+        for piece, part in self._parts(flat.to(self.device)):
             piece.copy_(part)
 
     def _parts(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -142,7 +161,7 @@ class Meeting:
                     "the module"
                 )
         flat = [buffer.detach().reshape(-1).to(self.dtype) for buffer in named]
-        return torch.cat([torch.empty(0, dtype=self.dtype, device=self._device), *flat])
+        return torch.cat([torch.empty(0, dtype=self.dtype, device=self.device), *flat])
 
     def write_buffers(self, flat: torch.Tensor) -> None:
         """Set this rank's buffers."""
@@ -155,35 +174,52 @@ class Meeting:
 
     # A meeting.
 
-    def send(self, weight: int, due: int, step: int) -> ExchangeSteps:
-        """Begin a meeting: the exchange to carry out, after ``step`` updates.
+    def send(self, weight: int, due: int) -> None:
+        """Begin a meeting; `exchange` is to be carried out then.
 
         Args:
-            weight: of this rank's change.
+            weight: of this rank's change: updates.
             due: the update after which it is merged.
-            step: updates of the run.
         """
         sent = self.read()
-        change = self.outer.to(self._device) - sent
+        change = self.outer.to(self.device) - sent
         buffers = self.read_buffers()
-        flight = Flight(due, change, sent, buffers)
-        flight.lost = not (is_finite(change) and is_finite(buffers))
-        if flight.lost:
+        self._island.average(buffers)
+        lost = not (is_finite(change) and is_finite(buffers))
+        if lost:
             change.zero_()
             buffers.copy_(self.buffers)
-        self.flight = flight
-        return self._exchange(flight, 0 if flight.lost else weight, step)
+        weights = torch.zeros(2, dtype=torch.float64, device=self.device)
+        weights[0], weights[1] = (not lost) * weight * len(self._island.ranks), not lost
+        own = buffers.clone()
+        self.flight = Flight(due, change, sent, buffers, own, weights, weights.clone(), lost)
 
-    def _exchange(self, flight: Flight, weight: int, step: int) -> ExchangeSteps:
-        """Leave the weighted means in the flight."""
-        weights = torch.zeros(2, dtype=torch.float64, device=self._device)
-        weights[0], weights[1] = weight, not flight.lost
-        total = weights.clone()
-        if self._ranks.count > 1:
+    def _restore(self, flight: Flight) -> None:
+        """Undo what an exchange that was broken off has done."""
+        flight.change.copy_(self.outer).sub_(flight.sent)
+        if flight.lost:
+            flight.change.zero_()
+        flight.buffers.copy_(flight.own_buffers)
+        flight.totals.copy_(flight.weights)
+
+    def exchange(self, step: int) -> ExchangeSteps:
+        """Leave the weighted means in the flight; may begin anew, among other islands.
+
+        Args:
+            step: updates of the run.
+        """
+        flight = self.flight
+        assert flight is not None
+        if flight.begun:
+            self._restore(flight)
+        flight.begun = True
+        weights, total = flight.weights, flight.totals
+        several = self._island.islands.count > 1
+        if several:
             yield AllReduce(total)
         flight.change.mul_(float(weights[0] / total[0].clamp(min=1)))
         flight.buffers.mul_(float(weights[1] / total[1].clamp(min=1)))
-        if self._ranks.count == 1:
+        if not several:
             return
         if self._compressor is None:
             yield AllReduce(flight.change)
@@ -191,7 +227,7 @@ class Meeting:
             compressor = self._compressor
             values = compressor.zeros(compressor.num_values)
             values[: len(flight.change)] = flight.change
-            flags = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            flags = torch.zeros(1, dtype=torch.uint8, device=self.device)
             yield from compressor.exchange(values, flags, step)
             if flags[-1]:  # finite changes, and an infinite sum of them in 16 bits
                 compressor.rollback()
@@ -203,6 +239,12 @@ class Meeting:
             yield AllReduce(flight.buffers)
         if not total[1]:
             flight.buffers.copy_(self.buffers)
+
+    def landed(self) -> None:
+        """Hand on to the ranks of this island what came back."""
+        if self.flight is not None:
+            for values in (self.flight.change, self.flight.buffers, self.flight.totals):
+                self._island.hand_on(values)
 
     def merge(self, reset: Callable[[nn.Parameter], None]) -> None:
         """End a meeting whose exchange is done.
@@ -217,17 +259,18 @@ class Meeting:
         self.outer.grad = None
         self.buffers.copy_(flight.buffers)
         self.done += 1
+        self.counted += int(flight.totals[0])
         if flight.lost:
             names = ", ".join(self.fragment.names[:3])
             warnings.warn(
-                f"rank {self._ranks.rank}: its change of {names} was infinite or NaN; it goes on "
-                "from the parameters of the other ranks, with a new state of its optimizer",
+                f"{self._island.name}: the change of {names} was infinite or NaN; it goes on from "
+                "the parameters of the other ranks, with a new state of the optimizer",
                 stacklevel=6,
             )
         if flight.lost or not (self._config.delay or self._config.mix):
             self.write(self.outer)  # the same bits on every rank
         else:
-            towards = self.outer.to(self._device) - flight.sent
+            towards = self.outer.to(self.device) - flight.sent
             self.write(self.read().add_(towards, alpha=1 - self._config.mix))
         self.write_buffers(self.buffers)
         if flight.lost or self._config.inner_state == "reset":
@@ -242,12 +285,14 @@ class Meeting:
         flight = self.flight
         return {
             "done": self.done,
+            "counted": self.counted,
             "outer": self.outer.clone(),
             "momentum": None if momentum is None else momentum.clone(),
             "buffers": self.buffers.clone(),
             "due": None if flight is None else flight.due,
             "mean": None if flight is None else flight.change.clone(),
             "mean_buffers": None if flight is None else flight.buffers.clone(),
+            "totals": None if flight is None else flight.totals.clone(),
         }
 
     def rank_state(self) -> dict[str, Any]:
@@ -259,7 +304,7 @@ class Meeting:
 
     def load(self, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         """Go on from `state`, and from `rank_state` where this rank has one."""
-        self.done = state["done"]
+        self.done, self.counted = state["done"], state.get("counted", 0)
         self.outer.copy_(state["outer"])
         self.buffers.copy_(state["buffers"])
         self._optimizer.state.clear()
@@ -268,12 +313,12 @@ class Meeting:
             self._optimizer.state[self.outer]["momentum_buffer"] = momentum
         self.flight = None
         if state["due"] is not None:
-            sent = self.read() if own is None else own["sent"].to(self._device, copy=True)
-            mean, buffers = (
-                state[key].to(self._device, copy=True) for key in ("mean", "mean_buffers")
+            sent = self.read() if own is None else own["sent"].to(self.device, copy=True)
+            mean, buffers, totals = (
+                state[key].to(self.device, copy=True) for key in ("mean", "mean_buffers", "totals")
             )
             lost = own is not None and own["lost"]
-            self.flight = Flight(state["due"], mean, sent, buffers, lost)
+            self.flight = Flight(state["due"], mean, sent, buffers, buffers, totals, totals, lost)
         if self._compressor is not None and own is not None and own["codec"]:
             self._compressor.load(own["codec"])
 

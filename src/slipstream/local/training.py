@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -12,15 +15,17 @@ from torch import nn
 from slipstream.codecs import Ranks, wire_bytes
 from slipstream.errors import ExchangeError, UsageError
 from slipstream.gradients.segments import NamedParameter
+from slipstream.local.carrier import Carrier, Exchange
 from slipstream.local.engine import LocalEngine
 from slipstream.local.fragments import cut
+from slipstream.local.inner_state import average_state
 from slipstream.local.meeting import Flight, Meeting
+from slipstream.local.open_carrier import OpenCarrier
 from slipstream.local.schedule import MeetingSchedule
-from slipstream.optim.elementwise import COUNTERS
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.strategy import LocalConfig, Row
 from slipstream.strategy.local import CHOSEN
-from slipstream.transport.channel import Channel, Label
+from slipstream.transport.channel import Label
 from slipstream.transport.requests import AllReduce, ExchangeSteps
 
 
@@ -31,17 +36,19 @@ class LocalTraining:
         model, optimizer: the user's; the optimizer steps on this rank's gradients.
         trained: the parameters that meet.
         config: of the strategy.
-        ranks: that meet.
-        engine: averages gradients while ranks warm up.
-        channel: carries changes; None: there is one rank.
+        ranks: that share the data.
+        engine: averages gradients while ranks warm up, and those of this island from then on.
+        carrier: brings changes from island to island; None: this rank meets no other.
         precision: has the loss scale, which ranks change on their own.
         at: names this rank in an error.
 
     Attributes:
-        ranks: that meet.
-        updates: of the run, skipped ones included.
+        ranks: that share the data.
+        island: of this rank.
+        updates: of this rank, skipped ones included.
         evaluates: inside `evaluating`.
         own_state: `rank_state` of a checkpoint under way; None: there is none.
+        slot: the share of the data of this job, among jobs that come and go.
     """
 
     def __init__(
@@ -52,17 +59,26 @@ class LocalTraining:
         config: LocalConfig,
         ranks: Ranks,
         engine: LocalEngine,
-        channel: Channel | None,
+        carrier: Carrier | None,
         precision: ModelPrecision,
         at: str,
     ) -> None:
         self._model, self._optimizer, self._at = model, optimizer, at
         self._trained, self.ranks, self._engine = tuple(trained), ranks, engine
-        self._channel, self._precision = channel, precision
+        self.island = engine.island
+        self._carrier, self._precision = carrier, precision
         self._use(config)
         self._undecided, self._why = config.auto, ""
         self._failure: str | None = None
+        self._landed = True
         self.updates = 0
+        self._clock = 0  # of the schedule, the same on all ranks: it stops for slower ones
+        self._waited: int | None = None  # updates since it stopped; None: it goes on
+        self._last_round = False  # a rank has closed its session
+        self._joined = False  # the islands of other jobs, since it was looked at
+        self._save: Callable[[], Callable[[], dict[str, Any]] | None] = lambda: None
+        self._restore: Callable[[], Callable[[Mapping[str, Any]], None] | None] = lambda: None
+        self.slot = 0
         self.evaluates = False
         self.own_state: Mapping[str, Any] | None = None
         engine.leave(not self.warms_up)
@@ -72,7 +88,7 @@ class LocalTraining:
         self._config, self._schedule = config, MeetingSchedule.of(config)
         fragments = () if config.auto else cut(self._model, self._trained, config.fragments)
         self._meetings = [
-            Meeting(self._model, fragment, config, self.ranks, number)
+            Meeting(self._model, fragment, config, self.island, number)
             for number, fragment in enumerate(fragments)
         ]
         self._weights = [0] * len(self._meetings)  # updates since each was last sent
@@ -159,12 +175,62 @@ class LocalTraining:
             return
         for number in range(len(self._weights)):
             self._weights[number] += worked
-        now = self.updates - self._config.warm_up
-        self._merge(lambda flight: flight.due <= now)
-        for number in self._schedule.sent(now):
-            if number < len(self._meetings):
-                self._send(number, now)
-        self._merge(lambda flight: flight.due <= now)
+        if self._waited is None:
+            self._clock += 1
+            self._merge(lambda flight: flight.due <= self._clock)
+            settled = all(meeting.flight is None for meeting in self._meetings)
+            if settled and self._carrier is not None and self._carrier.newcomers:
+                self._carrier.admit()
+        self._take_turn()
+
+    def _take_turn(self) -> None:
+        """Send what is due; once more where this island has joined again meanwhile, and is at the
+        update of the others."""
+        self._joined = True
+        while self._joined:
+            self._joined = False
+            if self._due and not self._waits_for_slower() and not self._joined:
+                self._meet()
+
+    @property
+    def _due(self) -> list[int]:
+        """Fragments to send now."""
+        return [n for n in self._schedule.sent(self._clock) if n < len(self._meetings)]
+
+    def _meet(self) -> None:
+        if self._last_round:
+            return
+        for number in self._due:
+            self._send(number)
+        self._merge(lambda flight: flight.due <= self._clock)
+
+    def _waits_for_slower(self) -> bool:
+        """Whether this rank goes on by itself, as others have not made as many updates yet."""
+        stretch = self._config.stretch
+        if not stretch or self._carrier is None or self._last_round:
+            return False
+        if self._waited is None:
+            self._waited = 0
+            self._tell(closing=False)
+        else:
+            self._waited += 1
+        if self._waited < stretch and not self._carrier.arrived:
+            return True
+        self._hear()
+        return False
+
+    def _tell(self, *, closing: bool) -> None:
+        """Tell all ranks that this one is ready to meet, or closes; they hear when all have."""
+        self._closing = torch.tensor([float(closing), 1.0], device=self._meetings[0].device)
+        self._begin_exchange(0, partial(_sum_of, self._closing, self._closing.clone()))
+
+    def _hear(self) -> None:
+        self._land()
+        self._waited = None
+        closing, islands = self._closing.tolist()
+        assert self._carrier is not None
+        # islands that come and go do so without asking the others, but all at once
+        self._last_round = closing == islands or (closing > 0 and self._carrier.fixed)
 
     @torch.no_grad()
     def _begin(self) -> None:
@@ -173,34 +239,55 @@ class LocalTraining:
             meeting.take_outer()
         self._engine.leave(True)
 
-    def _send(self, number: int, now: int) -> None:
+    def _send(self, number: int) -> None:
         meeting, weight = self._meetings[number], self._weights[number]
         self._weights[number] = 0
-        exchange = meeting.send(weight, now + self._config.delay, self.updates)
-        if self._channel is None:
-            for _ in exchange:
+        meeting.send(weight, self._clock + self._config.delay)
+        # all ranks count alike: codecs have a step
+        self._begin_exchange(number, partial(meeting.exchange, self._config.warm_up + self._clock))
+
+    def _begin_exchange(self, number: int, exchange: Exchange) -> None:
+        self._landed = False
+        if self._carrier is not None:
+            self._carrier.start(self._label(number), exchange)
+        elif self.island.leads:  # and is the only one
+            for _ in exchange():
                 pass
-            return
-        self._channel.start(self._label(number), exchange)
 
     def _merge(self, due: Callable[[Flight], bool]) -> None:
         for number, meeting in enumerate(self._meetings):
             if meeting.flight is None or not due(meeting.flight):
                 continue
             self._land()
+            if meeting.flight is None:  # this island came too late, and has joined again
+                continue
             if self._averages_state(meeting):
-                self._average_state(number)
+                average_state(meeting, self._optimizer.state, partial(self._average, number))
             meeting.merge(self._forget)
 
     def _land(self) -> None:
-        """Return when nothing is on the wire."""
-        if self._channel is None or not self._channel.in_flight:
+        """Return when nothing is on its way, in this island either."""
+        if self._landed:
             return
         try:
-            self._channel.wait()
+            if self._carrier is not None:
+                self._carrier.wait()
+            for meeting in self._meetings:
+                meeting.landed()
         except ExchangeError as error:
             self._failure = f"{self._at}: {error}; another rank is gone, or has left the loop"
             raise ExchangeError(self._failure) from error
+        self._landed = True
+
+    def _average(self, number: int, values: torch.Tensor) -> None:
+        """Average what islands have apart from each other, by their ranks; nothing else is on its
+        way."""
+        size = len(self.island.ranks)
+        weighted = torch.cat([values * size, values.new_full((1,), size)])
+        self._begin_exchange(number, partial(_sum_of, weighted, weighted.clone()))
+        self._land()
+        self.island.hand_on(weighted)
+        torch.div(weighted[:-1], weighted[-1], out=values)
 
     def _label(self, number: int) -> Label:
         names = self._meetings[number].fragment.names
@@ -215,39 +302,23 @@ class LocalTraining:
 
     def _averages_state(self, meeting: Meeting) -> bool:
         every = self._config.average_every
-        averages = self._config.inner_state == "averaged" and self._channel is not None
+        averages = self._config.inner_state == "averaged" and self.island.islands.count > 1
         return averages and (meeting.done + 1) % every == 0
 
-    def _average_state(self, number: int) -> None:
-        """Average what the optimizer keeps for each value; all ranks must keep the same."""
-        meeting = self._meetings[number]
-        found = [
-            piece.of(value)
-            for piece in meeting.fragment.pieces
-            for key, value in sorted(self._optimizer.state.get(piece.parameter, {}).items())
-            if isinstance(value, torch.Tensor)
-            and key not in COUNTERS
-            and value.is_floating_point()
-            and value.shape == piece.parameter.shape
-        ]
-        assert self._channel is not None
-        count = torch.tensor(
-            [sum(v.numel() for v in found), 1], dtype=torch.float64, device=meeting.read().device
-        )
-        flat = [v.reshape(-1).to(meeting.dtype) for v in found]
-        mine = torch.cat([*flat, count.new_zeros(0, dtype=meeting.dtype)])
-        total = count.clone()
-        label = self._label(number)
-        self._channel.start(label, _one(AllReduce(total)))
-        self._land()
-        # ranks that have not updated yet keep nothing: then there is nothing to average
-        if total[0] != count[0] * total[1] or not len(mine):
-            return
-        self._channel.start(label, _one(AllReduce(mine)))
-        self._land()
-        mine /= self.ranks.count
-        for value, part in zip(found, mine.split([v.numel() for v in found]), strict=True):
-            value.copy_(part.view(value.shape))
+    @property
+    def _position(self) -> int:
+        """Updates of the run: where its schedule is, the next meeting before it."""
+        if self.warms_up:
+            return self.updates
+        return self._config.warm_up + self._clock - (self._waited is not None)
+
+    @property
+    def all_updates(self) -> int:
+        """Updates of all ranks together that meetings have averaged."""
+        first = min(self.updates, self._config.warm_up) * self.ranks.count
+        if self._config.auto:
+            return self.updates * self.ranks.count
+        return first + (self._meetings[0].counted if self._meetings else 0)
 
     # The outer parameters.
 
@@ -282,7 +353,7 @@ class LocalTraining:
         """State that all ranks have alike: outer parameters, momentum, means not merged yet."""
         self._land()
         return {
-            "updates": self.updates,
+            "updates": self._position,
             "config": self._config.document(full=True),
             "meetings": [meeting.state() for meeting in self._meetings],
         }
@@ -312,6 +383,7 @@ class LocalTraining:
         saved = None if state is None else LocalConfig.model_validate(state["config"])
         if state is None or saved is None or saved.auto:
             self.updates = steps if state is None else state["updates"]
+            self._clock = max(self.updates - self._config.warm_up, 0)
             self.own_state = None  # ranks that average gradients have all in common
             self.parameters_loaded()
             self._engine.leave(not self.warms_up)
@@ -326,6 +398,8 @@ class LocalTraining:
                 "allowed: the same, or session.restore({'model': ...}), which begins new rounds"
             )
         self.updates = state["updates"]
+        self._clock = max(self.updates - self._config.warm_up, 0)
+        self._waited = None
         own, self.own_state = self.own_state, None
         if own is not None:
             self._model.load_state_dict(own["model"])
@@ -345,6 +419,49 @@ class LocalTraining:
         for meeting in self._meetings:
             meeting.begin_anew()
 
+    # Jobs that come and go.
+
+    def join(
+        self, save: Callable[[], dict[str, Any]], restore: Callable[[Mapping[str, Any]], None]
+    ) -> None:
+        """Join the other jobs, and go on as they are.
+
+        Args:
+            save, restore: methods of a session, which may end before this.
+        """
+        self._save, self._restore = WeakMethod(save), WeakMethod(restore)
+        assert isinstance(self._carrier, OpenCarrier)
+        self._carrier.resident = self
+        self._carrier.join()
+        with torch.no_grad():
+            self._take_turn()
+
+    def save(self) -> dict[str, Any]:
+        """Save this rank's session, for one that joins."""
+        save = self._save()
+        assert save is not None
+        return save()
+
+    def settle(self, state: Mapping[str, Any], *, again: bool) -> None:
+        """Go on from the state of another island; ``again``: what this rank has done since the last
+        meeting stays a part of its next change."""
+        self._joined = True
+        if not again:
+            restore = self._restore()
+            assert restore is not None
+            restore(state)
+            return
+        lags = [meeting.outer.to(meeting.device) - meeting.read() for meeting in self._meetings]
+        self.load(state["session"]["local"], self.updates)
+        for meeting, lag in zip(self._meetings, lags, strict=True):
+            meeting.write(meeting.outer.to(meeting.device) - lag)
+
+    def meet_as(self, islands: Ranks, slot: int) -> None:
+        """Be one of so many islands from now on."""
+        self.slot, self.island = slot, replace(self.island, islands=islands)
+        for meeting in self._meetings:
+            meeting.meet_as(self.island)
+
     # The handle.
 
     @torch.no_grad()
@@ -358,16 +475,34 @@ class LocalTraining:
             return
         self.check_outside("close")
         self._merge(lambda flight: True)
+        if not self._closes_with_others():
+            for meeting in self._meetings:
+                meeting.write(meeting.outer)
+            return
         for number, meeting in enumerate(self._meetings):
             mine = meeting.read()
             buffers = meeting.read_buffers()
+            self.island.average(buffers)
             both = torch.cat([mine, buffers])
-            if self._channel is not None:
-                both /= self.ranks.count
-                self._channel.start(self._label(number), _one(AllReduce(both)))
-                self._land()
+            if self._carrier is not None or self.ranks.count > 1:
+                self._average(number, both)
             meeting.write(both[: len(mine)])
             meeting.write_buffers(both[len(mine) :])
+
+    def _closes_with_others(self) -> bool:
+        """Tell the others that this rank ends; whether they do, too."""
+        if self._carrier is None:
+            return True
+        if not self._config.stretch:
+            return self._carrier.close()
+        if self._waited is not None:
+            self._hear()
+            self._meet()
+            self._merge(lambda flight: True)
+        if not self._last_round:
+            self._tell(closing=True)
+            self._hear()
+        return self._last_round
 
     def abandon(self) -> None:
         """After an error the other ranks may not be there to meet."""
@@ -393,6 +528,7 @@ class LocalTraining:
         return [Row("local", f"{done} meetings", note, "lossy")]
 
 
-def _one(request: AllReduce) -> ExchangeSteps:
-    """An exchange of one request, which a thread of the channel carries out."""
-    yield request
+def _sum_of(values: torch.Tensor, own: torch.Tensor) -> ExchangeSteps:
+    """Leave the sum over islands of their ``own`` in ``values``; may begin anew."""
+    values.copy_(own)
+    yield AllReduce(values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from slipstream.data.balance import SampleBalance
 from slipstream.data.uneven_inputs import UnevenInputLoader
@@ -22,7 +23,7 @@ class AccumulationWindow:
         accumulate: as given.
         contributions: micro-batches of all ranks so far, dummy batches not counted.
         loss_scale: the factor of the losses.
-        alone: whether this rank updates on its own batches.
+        island: ranks on whose batches this one updates; None: all.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class AccumulationWindow:
         self._counted = False  # whether the present pass is among the contributions
         self.contributions = 0
         self.loss_scale = 1.0
-        self.alone = False
+        self.island: Sequence[int] | None = None
 
     @property
     def passes(self) -> int:
@@ -70,10 +71,18 @@ class AccumulationWindow:
         loader = self._loader  # "is None": a loader without a length has no truth value
         dummy = loader is not None and loader.dummy_batch
         if not self._counted:
-            all_ranks = self._ranks if loader is None else loader.active
-            self.contributions += (not dummy) if self.alone else all_ranks
+            self.contributions += self._contributors()
             self._counted = True
         return dummy
+
+    def _contributors(self) -> int:
+        """Ranks with a batch among those that average."""
+        active = self._ranks if self._loader is None else self._loader.active
+        if self.island is None:
+            return active
+        if self._loader is None:
+            return len(self.island)
+        return sum(self._loader.has_batch(rank) for rank in self.island)
 
     def check_scale(self, loss_scale: float) -> None:
         """Take a loss scale for the coming backward pass.

@@ -156,7 +156,7 @@ def compose(
         loop.attach(step_hooks)
         if control is not None:
             handles.add(Wrappers(model))
-        return Session(
+        session = Session(
             model,
             optimizer,
             strategy,
@@ -168,6 +168,9 @@ def compose(
             sharding=exchange.sharding,
             handles=handles,
         )
+    if local is not None and strategy.local is not None and strategy.local.rendezvous is not None:
+        session.join_others(local, strategy.local.rendezvous.at_least)
+    return session
 
 
 def _recorder(strategy: Strategy, cluster: Cluster, space: SearchSpace) -> Recorder | None:

@@ -14,6 +14,7 @@ from torch import nn
 from slipstream.calibration.adaptive_codec import measure
 from slipstream.cluster.connect import Cluster
 from slipstream.codecs import Ranks
+from slipstream.errors import StrategyError
 from slipstream.gradients.compressed import CompressionPlan
 from slipstream.gradients.engine import Engine
 from slipstream.gradients.interface import GradientEngine
@@ -21,8 +22,12 @@ from slipstream.gradients.momentum import MomentumCorrection
 from slipstream.gradients.segments import NamedParameter, as_wide_as_gradients, parameters_of
 from slipstream.gradients.shards import Shards
 from slipstream.gradients.single import SingleReplicaEngine
+from slipstream.local.carrier import Carrier, FixedCarrier
 from slipstream.local.engine import LocalEngine
+from slipstream.local.island import between, find_island
 from slipstream.local.model import LocalModel
+from slipstream.local.open_carrier import OpenCarrier
+from slipstream.local.rendezvous import Rendezvous
 from slipstream.local.training import LocalTraining
 from slipstream.parallel.dims import ParallelDims
 from slipstream.parallel.whole_model import WholeModel
@@ -35,8 +40,10 @@ from slipstream.strategy import (
     AdaptiveConfig,
     ByBytesConfig,
     CodecConfig,
+    FlatConfig,
     OptimalConfig,
     ShardedConfig,
+    SharedMemoryConfig,
     Strategy,
     codec_of,
 )
@@ -140,8 +147,10 @@ def install_exchange(
         shards: as from `shards_at_start`.
     """
     trainables = _trainables(given, whole, precision)
+    local = given.strategy.local
+    averages = given.dims.data is not None and (local is None or local.averages_first)
     # Before the codecs, which compress between hosts alone where a transport knows these.
-    transports = _transports(given, groups)
+    transports = _transports(given, groups) if averages else []
     rails = _rails(transports)
     codec = given.codec if rails is None or rails.num_hosts > 1 else None
     # Before the codecs, which apply the momentum that they take over from the optimizer.
@@ -152,10 +161,8 @@ def install_exchange(
         given.model, given.optimizer, whole, trainables, precision, given.dims, at
     )
     names = [t.name for t in trainables]
-    local = given.strategy.local
-    alone = SingleReplicaEngine(given.model.parameters(), given.strategy.gradients.split)
-    if given.dims.data is None or (local is not None and not local.averages_first):
-        own = alone if local is None else LocalEngine(None, alone)
+    if not averages:
+        own = _local_engine(given, None, trainables) if local is not None else _alone(given)
         return GradientExchange(given.handles.add(own), names, codec, momentum, sharding, None)
     engine = _engine(given, transports, trainables, codec, momentum, precision, sharding, shards)
     # After the engine, which knows the order of the parameters.
@@ -166,7 +173,9 @@ def install_exchange(
     search = _search(given, transports, engine, sharding)
     given.handles.add_rows(given.space.report_rows)
     given.handles.add_rows(partial(hosts_rows, rails, given.codec))
-    used = engine if local is None else given.handles.add(LocalEngine(engine, alone))
+    used: GradientEngine = engine
+    if local is not None:
+        used = given.handles.add(_local_engine(given, engine, trainables))
     return GradientExchange(used, names, codec, momentum, sharding, search)
 
 
@@ -179,12 +188,21 @@ def install_local(
         return None
     assert isinstance(whole, LocalModel)
     assert isinstance(exchange.engine, LocalEngine)
-    group, channel = dims.new_data_group(), None
-    if group is not None:
-        transport = make_transport(given.strategy.gradients.transport, group)
+    carrier: Carrier | None = None
+    if config.rendezvous is not None:
+        if dims.data_size > 1:
+            raise StrategyError(
+                f"local.rendezvous in a job of {dims.data_size} ranks; allowed: jobs of one rank, "
+                "each started by itself (slipstream launch --islands 4 on one machine)"
+            )
+        carrier = OpenCarrier(Rendezvous(config.rendezvous))
+        given.handles.callback(carrier.leave)
+    elif (leaders := exchange.engine.island.leaders) is not None:
+        transport = make_transport(between(given.strategy.gradients.transport), leaders)
         # one meeting at a time is on its way: one transport, and the thread that drives it
         channel = Channel(transport, [transport], given.cluster.device)
         given.handles.enter_context(closing(channel))
+        carrier = FixedCarrier(channel)
     training = whole.training = LocalTraining(
         given.model,
         given.optimizer,
@@ -192,11 +210,53 @@ def install_local(
         config,
         Ranks(dims.data_rank, dims.data_size),
         exchange.engine,
-        channel,
+        carrier,
         precision,
         f"rank {given.cluster.rank}",
     )
     return given.handles.add(training, on_error=training.abandon)
+
+
+def _alone(given: Given) -> SingleReplicaEngine:
+    """The engine of a rank that averages with no other."""
+    return SingleReplicaEngine(given.model.parameters(), given.strategy.gradients.split)
+
+
+def _local_engine(
+    given: Given, shared: Engine | None, trainables: Sequence[NamedParameter]
+) -> LocalEngine:
+    """The engine of ranks that meet rarely. Collective.
+
+    Args:
+        given: the model as later steps see it.
+        shared: averages over all ranks, at first; None: there is no warm-up.
+        trainables: the parameters that are trained.
+    """
+    config = given.strategy.gradients
+    island = find_island(given.cluster, given.dims, config.transport)
+    if not island.groups:
+        return LocalEngine(shared, _alone(given), island)
+    single, staged, control = island.groups
+    channel = Channel(
+        make_transport(SharedMemoryConfig(), single),
+        [make_transport(FlatConfig(), staged)],
+        given.cluster.device,
+        given.recorder,
+    )
+    given.handles.enter_context(closing(channel))
+    engine = Engine(
+        given.model,
+        trainables,
+        split=config.split,
+        overlap=config.overlap,
+        compression_plan=CompressionPlan(
+            partial(codec_of, None),
+            Ranks(island.ranks.index(given.dims.data_rank), len(island.ranks)),
+        ),
+        channel=channel,
+        control=control,
+    )
+    return LocalEngine(shared, given.handles.add(engine), island)
 
 
 def local_search(given: Given, local: LocalTraining | None) -> LocalSearch | None:

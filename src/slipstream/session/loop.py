@@ -169,7 +169,7 @@ class TrainingLoop:
         self._must_be_whole()
         if self.local is not None:
             self.local.check()
-            self.window.alone = not self.local.warms_up
+            self.window.island = None if self.local.warms_up else self.local.island.ranks
         self.sharding.watch.end()
         if self._used and not self._is_zeroed():
             raise messages.gradients_kept()

@@ -18,6 +18,7 @@ from slipstream.cluster.connect import Cluster
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import UsageError
 from slipstream.gradients.segments import SegmentStats
+from slipstream.local.training import LocalTraining
 from slipstream.parallel.dims import ParallelDims
 from slipstream.session.checkpoint import Part, checked, joined
 from slipstream.session.handles import HandleStack
@@ -70,6 +71,16 @@ class Session(Generic[M, O]):
         self._closed = False
         self._handles = handles.pop_all()  # from here on the session undoes the installation
         atexit.register(self.__exit__, SystemExit, SystemExit(), None)
+
+    def join_others(self, local: LocalTraining, jobs: int) -> None:
+        """Join jobs that come and go, and take over a share of the data of at least ``jobs``;
+        ``accelerate()`` does."""
+        try:
+            local.join(self.checkpoint, self.restore)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        self.data_rank, self.data_size = local.slot, max(jobs, local.slot + 1)
 
     # The loop.
 
@@ -413,6 +424,21 @@ class Session(Generic[M, O]):
         """Which gradients are exchanged together; empty on one process and before the first
         exchange."""
         return self._last_segments if self._closed else self._loop.engine.segments
+
+    @property
+    def updates(self) -> int:
+        """Updates of this rank so far, those before a `restore` included; where a loop goes on."""
+        self._must_be_open("updates")
+        return self._loop.steps
+
+    @property
+    def all_updates(self) -> int:
+        """Updates of all ranks together: those that are in what all of them have. Under ``local``
+        the last meeting counts, so that all ranks see the same numbers at the same meetings."""
+        self._must_be_open("all_updates")
+        if self._loop.local is not None:
+            return self._loop.local.all_updates
+        return self._loop.steps * self.data_size
 
     @property
     def skipped(self) -> int:

@@ -30,7 +30,10 @@ from slipstream.strategy.data import (
     DataConfig as DataConfig,
     PrefetchConfig as PrefetchConfig,
 )
-from slipstream.strategy.local import LocalConfig as LocalConfig
+from slipstream.strategy.local import (
+    LocalConfig as LocalConfig,
+    RendezvousConfig as RendezvousConfig,
+)
 from slipstream.strategy.memory import (
     BudgetBytesConfig as BudgetBytesConfig,
     BudgetConfig as BudgetConfig,

@@ -9,8 +9,32 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, model_validator
 from slipstream.strategy.codec import CodecVariant, PlainCodecConfig
 from slipstream.strategy.setting import OneOf, Setting
 
+
+def _by_address(value: Any) -> Any:
+    return {"store": value} if isinstance(value, str) else value
+
+
 CHOSEN = ("steps", "fragments", "delay", "codec")
 """Settings that ``auto`` chooses."""
+
+
+class RendezvousConfig(Setting):
+    """Where jobs meet that come and go; each is an island, and is started by itself.
+
+    Example:
+        >>> RendezvousConfig(store="node0:29400").at_least
+        2
+    """
+
+    store: str = Field(examples=["node0:29400"], pattern=r"^.+:\d+$")
+    """HOST:PORT of ``slipstream store``, which outlives all jobs."""
+
+    at_least: int = Field(default=2, ge=1)
+    """Jobs that begin together; others may come later."""
+
+    timeout: float = Field(default=60.0, gt=0)
+    """Seconds after which the others go on without a job that is silent. A meeting is waited for,
+    and takes, at most half of it."""
 
 
 class LocalConfig(Setting):
@@ -34,6 +58,11 @@ class LocalConfig(Setting):
 
     fragments: int = Field(default=1, ge=1)
     """Parts of the model that meet in turn, each of about as many bytes."""
+
+    stretch: NonNegativeInt = 0
+    """Updates beyond ``steps`` that a faster rank makes, instead of waiting for slower ones: its
+    change counts by its updates. Let the loop end by ``session.all_updates``, as ranks make
+    different numbers of updates."""
 
     delay: NonNegativeInt = 0
     """Updates that a rank goes on with while a fragment travels; none: it waits."""
@@ -60,6 +89,9 @@ class LocalConfig(Setting):
     average_every: int = Field(default=1, ge=1)
     """Meetings of a fragment from one average of its optimizer state to the next."""
 
+    rendezvous: Annotated[RendezvousConfig, BeforeValidator(_by_address)] | None = None
+    """Where jobs meet that come and go; null: the ranks of one job meet, to its end."""
+
     offload: bool = False
     """Keep the outer parameters and their momentum in the memory of the host."""
 
@@ -79,6 +111,16 @@ class LocalConfig(Setting):
             )
         if self.updates is not None and not self.auto:
             raise ValueError("updates is only for auto, which asks if so many pay; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _comes_and_goes(self) -> LocalConfig:
+        if self.rendezvous is not None and self.averages_first:
+            raise ValueError(
+                "rendezvous with " + ("auto" if self.auto else "warm_up") + ": jobs that come and "
+                "go never average gradients; train the warm-up as one job without rendezvous, and "
+                "go on from its checkpoint"
+            )
         return self
 
     @model_validator(mode="after")

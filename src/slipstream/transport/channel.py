@@ -59,6 +59,13 @@ class _InFlight:
     done: threading.Event | None = None
     error: Exception | None = None
 
+    @property
+    def arrived(self) -> bool:
+        """Whether it is done, or has failed."""
+        if self.error is not None or not self.works:
+            return self.error is not None or self.done is None or self.done.is_set()
+        return all(work.get_future().done() for work in self.works)
+
 
 class Channel:
     """Starts exchanges in order; ``wait`` returns when all are done.
@@ -89,6 +96,11 @@ class Channel:
     def in_flight(self) -> bool:
         """Whether exchanges were started that nobody has waited for."""
         return bool(self._in_flight)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `wait` would return at once."""
+        return all(entry.arrived for entry in self._in_flight)
 
     @property
     def recording(self) -> bool:

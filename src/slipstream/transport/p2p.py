@@ -76,7 +76,7 @@ def start_all_to_all(
         send: contiguous, by rank in ``group``.
         group: nobody else sends in it meanwhile.
     """
-    rank, count = dist.get_rank(group), dist.get_world_size(group)
+    rank, count = group.rank(), group.size()
     sources = [(rank - distance) % count for distance in range(1, count)]
     targets = [(rank + distance) % count for distance in range(1, count)]
     works = start_transfer({r: receive[r] for r in sources}, {r: send[r] for r in targets}, group)

@@ -1,0 +1,268 @@
+"""The carrier of islands that come and go: goes on with those that are left, admits new ones."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from slipstream.codecs import Ranks
+from slipstream.errors import ClusterError
+from slipstream.local.carrier import Exchange
+from slipstream.local.rendezvous import Rendezvous, View
+from slipstream.pytree import tensors
+from slipstream.strategy import FlatConfig
+from slipstream.transport.channel import Label
+from slipstream.transport.flat import FlatTransport
+from slipstream.transport.requests import AllReduce, Broadcast, ExchangeSteps
+from slipstream.transport.transport import run
+
+
+class Resident(Protocol):
+    """What lives on an island: a training."""
+
+    def save(self) -> Mapping[str, Any]:
+        """All that another island needs in order to take part; nothing is on its way."""
+
+    def settle(self, state: Mapping[str, Any], *, again: bool) -> None:
+        """Go on from another island's state; ``again``: with what this one has done since."""
+
+    def meet_as(self, islands: Ranks, slot: int) -> None:
+        """Be one of so many from now on, with a share of the data."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """An exchange under way, in a thread; ``asked``: as `Rendezvous.agree` says."""
+
+    label: Label
+    exchange: Exchange
+    asked: int | None = None
+    error: Exception | None = None
+    thread: threading.Thread = field(default_factory=threading.Thread)
+
+
+class OpenCarrier:
+    """Carries out each exchange on all islands of a view, or on none of them.
+
+    Args:
+        rendezvous: says who they are.
+    """
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+        self._view = View(0, (), (), (), 0)
+        self._transport: FlatTransport | None = None
+        self._number = 0  # of exchanges in this view
+        self._pending: _Pending | None = None
+        self._asked = 0
+        self.resident: Resident | None = None
+
+    # The carrier.
+
+    fixed = False
+
+    def start(self, label: Label, exchange: Exchange) -> None:
+        self._begin(_Pending(label, exchange))
+
+    @property
+    def in_flight(self) -> bool:
+        return self._pending is not None
+
+    @property
+    def arrived(self) -> bool:
+        return self._pending is None or not self._pending.thread.is_alive()
+
+    def wait(self) -> None:
+        while (pending := self._pending) is not None:
+            pending.thread.join()
+            if pending.error is not None:
+                self._pending = None
+                raise pending.error
+            if pending.asked is not None:
+                self._asked, self._pending = pending.asked, None
+                return
+            self._pending = None
+            if self._go_on(pending.label.describe()):
+                self._begin(pending)
+
+    def _begin(self, pending: _Pending) -> None:
+        self._pending = pending
+        # a daemon: a script that fails while an island is silent must end
+        pending.thread = threading.Thread(
+            target=self._carry, args=(pending,), name="slipstream-meeting", daemon=True
+        )
+        pending.thread.start()
+
+    def _carry(self, pending: _Pending) -> None:
+        try:
+            pending.asked = self._attempt(pending.exchange)
+        except Exception as error:
+            pending.error = error
+
+    def _attempt(self, exchange: Exchange) -> int | None:
+        """Carry out an exchange, if all islands do."""
+        number, done = self._number, True
+        self._number += 1
+        try:
+            if self._transport is not None:
+                run(exchange(), self._transport)
+            else:
+                for _ in exchange():
+                    pass
+        except RuntimeError:
+            done = False
+            self._transport = None  # its connections close: others need not wait for the time limit
+        return self._rendezvous.agree(self._view, number, done)
+
+    # Views.
+
+    @property
+    def newcomers(self) -> bool:
+        return self._asked > self._view.asked
+
+    def join(self) -> None:
+        """Join the islands, and take over their state."""
+        self._enter(self._rendezvous.join(), again=False)
+
+    def admit(self) -> None:
+        self._enter(self._rendezvous.open(self._view.admitting(self._asked)), again=True)
+
+    def _go_on(self, where: str) -> bool:
+        """Go on with those that are left; False: without this island, which has joined again."""
+        before = self._view
+        self._transport = None
+        view = self._rendezvous.next_view(before)
+        if self._rendezvous.island not in view.islands:
+            print(
+                f"slipstream: island {self._rendezvous.island} came too late: {where}; it joins "
+                "again, with what it has done",
+                file=sys.stderr,
+            )
+            self._enter(self._rendezvous.join(), again=True)
+            return False
+        gone = sorted({*before.islands} - {*view.islands})
+        if gone and view.islands[0] == self._rendezvous.island:
+            print(
+                f"slipstream: island {', '.join(map(str, gone))} is gone: {where}; "
+                f"{len(view.islands)} go on",
+                file=sys.stderr,
+            )
+        return self._enter(view, again=True)
+
+    def _enter(self, view: View, *, again: bool) -> bool:
+        """Meet in a view from now on; whether this island is still what it was."""
+        assert self.resident is not None
+        own, stays = self._rendezvous.island, True
+        while True:
+            self._view, self._number, self._transport = view, 0, None
+            fresh = own in view.fresh
+            stays = stays and not fresh
+            if len(view.fresh) == len(view.islands) > 0:
+                raise ClusterError(
+                    "all islands that had the parameters are gone; start again from a checkpoint"
+                )
+            welcome = _Welcome(self.resident, view, own)
+            if self._connect(view) and self._attempt(welcome.exchange) is not None:
+                break
+            view = self._rendezvous.next_view(view)
+            if own not in view.islands:
+                view, own = self._rendezvous.join(), self._rendezvous.island
+        if fresh:
+            self.resident.settle(welcome.state(), again=again)
+        self._view = view = View(view.number, view.islands, view.slots, (), view.asked)
+        self._asked = view.asked
+        place = view.islands.index(own)
+        self.resident.meet_as(Ranks(place, len(view.islands)), view.slots[place])
+        if again and welcome.newcomers and place == 0:
+            print(
+                f"slipstream: island {', '.join(map(str, welcome.newcomers))} has joined; "
+                f"{len(view.islands)} go on",
+                file=sys.stderr,
+            )
+        return stays
+
+    def _connect(self, view: View) -> bool:
+        try:
+            group = self._rendezvous.group(view)
+        except RuntimeError:
+            self._rendezvous.agree(view, 0, done=False)
+            return False
+        self._transport = None if group is None else FlatTransport(FlatConfig(), group)
+        return True
+
+    def close(self) -> bool:
+        return self._rendezvous.close(self._view)
+
+    def leave(self) -> None:
+        self._transport = self.resident = None
+        self._rendezvous.leave()
+
+
+class _Welcome:
+    """The first island's state for those that are new, with the mean of all optimizers' states."""
+
+    def __init__(self, resident: Resident, view: View, own: int) -> None:
+        self.newcomers = view.fresh
+        self._is_new, self._is_first = own in view.fresh, own == view.islands[0]
+        self._known = len(view.islands) - len(view.fresh)
+        self._own = resident.save() if view.fresh and not self._is_new else None
+        self._content = torch.empty(0, dtype=torch.uint8)
+        self._mean = torch.empty(0)
+
+    def exchange(self) -> ExchangeSteps:
+        """Carry it from island to island."""
+        if not self.newcomers:
+            return
+        if self._is_first:
+            file = io.BytesIO()
+            torch.save(self._own, file)
+            self._content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+        size = torch.tensor([len(self._content)])
+        yield Broadcast(size)
+        if not self._is_first:
+            self._content = torch.empty(int(size), dtype=torch.uint8)
+        yield Broadcast(self._content)
+        # islands whose optimizers keep other things than the first one's keep out of the mean
+        like = _values(self._received() if self._is_new else self._own)
+        first = torch.tensor([len(like)])
+        yield Broadcast(first)
+        counts = torch.tensor([float(not self._is_new and len(like) == int(first))])
+        self._mean = like if counts else torch.zeros(int(first), dtype=like.dtype)
+        yield AllReduce(counts)
+        if len(self._mean):
+            yield AllReduce(self._mean)
+            self._mean /= counts
+
+    def _received(self) -> dict[str, Any]:
+        state: dict[str, Any] = torch.load(
+            io.BytesIO(self._content.numpy().tobytes()), map_location="cpu", weights_only=False
+        )
+        return state
+
+    def state(self) -> dict[str, Any]:
+        """What a new island takes over."""
+        state = self._received()
+        start = 0
+        for value in _floats(state):
+            part = self._mean[start : start + value.numel()]
+            value.copy_(part.view(value.shape))
+            start += value.numel()
+        return state
+
+
+def _floats(state: Mapping[str, Any] | None) -> list[torch.Tensor]:
+    """What an optimizer keeps for each value."""
+    assert state is not None
+    kept = state["optimizer"]["state"]
+    return [value for value in tensors(kept) if value.is_floating_point() and value.dim()]
+
+
+def _values(state: Mapping[str, Any] | None) -> torch.Tensor:
+    flat = [value.detach().cpu().reshape(-1).float() for value in _floats(state)]
+    return torch.cat([torch.empty(0), *flat])

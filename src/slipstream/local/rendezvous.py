@@ -1,0 +1,279 @@
+"""The rendezvous of islands that come and go: who takes part, and what counts as exchanged.
+
+All they have in common is a store (``slipstream store``), which outlives each of them.
+
+[Note: One outcome]
+An exchange ends well on some islands and badly on others, where one dies in between. So each says
+in the store that its part is done; the last one writes ``done``. Who fails, or waits too long,
+writes ``again``. The first of these words counts (compare-and-set), on all islands alike: either
+all merge, or all repeat the exchange among those that are left.
+
+[Note: One view]
+A view is a numbered list of islands, with a process group of its own. It ends when an exchange ends
+with ``again``, or when all islands agree to admit those that have asked to join: ``done`` carries
+how many had asked by then. After ``again`` each survivor says that it is here, waits until all
+others have said so or are dead, and proposes the next view; the first proposal counts. An island
+that comes later than that is in none, and joins like a new one. Dead is whose heartbeat stops.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from slipstream.errors import ClusterError
+from slipstream.strategy import RendezvousConfig
+
+BEAT = 1.0
+"""Seconds from one heartbeat to the next."""
+DEAD = 4.0
+"""Seconds without a heartbeat."""
+LOOK = 0.05
+"""Seconds from one look at the store to the next, while waiting."""
+JOIN = timedelta(minutes=10)
+"""For the jobs that begin together, and for a newcomer until it is admitted."""
+
+
+@dataclass(frozen=True)
+class View:
+    """Islands that meet, in order.
+
+    Attributes:
+        number: of the view, from 1.
+        islands: numbers of those that joined, each in the order of joining.
+        slots: of these islands: the share of the data that each trains on.
+        fresh: islands that have no state yet, which the first one gives them.
+        asked: how many islands have asked to join so far.
+    """
+
+    number: int
+    islands: tuple[int, ...]
+    slots: tuple[int, ...]
+    fresh: tuple[int, ...]
+    asked: int
+
+    @classmethod
+    def first(cls, asked: int) -> View:
+        """The view of those that begin together; the first one has the state."""
+        islands = tuple(range(1, asked + 1))
+        return cls(1, islands, tuple(range(asked)), islands[1:], asked)
+
+    @classmethod
+    def read(cls, document: bytes) -> View:
+        """A view from the store."""
+        return cls(
+            **{k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(document).items()}
+        )
+
+    def without(self, gone: Sequence[int]) -> View:
+        """The next view, after some have left.
+
+        Example:
+            >>> View.first(3).without([2])
+            View(number=2, islands=(1, 3), slots=(0, 2), fresh=(3,), asked=3)
+        """
+        left = [(i, s) for i, s in zip(self.islands, self.slots, strict=True) if i not in gone]
+        return replace(
+            self,
+            number=self.number + 1,
+            islands=tuple(island for island, _ in left),
+            slots=tuple(slot for _, slot in left),
+            fresh=tuple(island for island in self.fresh if island not in gone),
+        )
+
+    def admitting(self, asked: int) -> View:
+        """The next view, with all that have asked to join; each takes a slot that is free.
+
+        Example:
+            >>> View.first(2).without([1]).admitting(3)
+            View(number=3, islands=(2, 3), slots=(1, 0), fresh=(2, 3), asked=3)
+        """
+        new, slots = tuple(range(self.asked + 1, asked + 1)), [*self.slots]
+        for _ in new:
+            slots.append(next(slot for slot in range(len(slots) + 1) if slot not in slots))
+        return View(self.number + 1, self.islands + new, tuple(slots), self.fresh + new, asked)
+
+
+class Rendezvous:
+    """One island's side of the store.
+
+    Attributes:
+        island: its number; another one after it has joined again.
+    """
+
+    def __init__(self, config: RendezvousConfig) -> None:
+        self._config, self.island = config, 0
+        self._half = timedelta(seconds=config.timeout / 2)
+        self._store = self._connect()
+        self._gone = threading.Event()
+        # A client of its own: one that waits keeps others of its threads from asking.
+        beats = self._connect()
+        self._beats = threading.Thread(
+            target=self._beat, args=(beats,), name="slipstream-beat", daemon=True
+        )
+        self._beats.start()
+
+    def _connect(self) -> dist.TCPStore:
+        host, _, port = self._config.store.rpartition(":")
+        try:
+            return dist.TCPStore(host, int(port), is_master=False, timeout=self._half)
+        except (RuntimeError, OSError) as error:
+            raise ClusterError(
+                f"local.rendezvous.store {self._config.store} does not answer: "
+                f"{str(error).strip().splitlines()[0]}; start it there: slipstream store --port "
+                f"{port}"
+            ) from error
+
+    def _beat(self, store: dist.TCPStore) -> None:
+        with suppress(RuntimeError):  # the store is gone: the training finds out
+            while not self._gone.wait(BEAT):
+                store.set(f"beat/{self.island}", str(time.monotonic()))
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise ClusterError(
+                f"the store at {self._config.store} is gone, or keeps silent: "
+                f"{str(error).strip().splitlines()[0]}"
+            ) from error
+
+    # Views.
+
+    def join(self) -> View:
+        """Ask to join; return when the islands have admitted this one.
+
+        Raises:
+            ClusterError: too few have come, the run has ended, or the store is gone.
+        """
+        with self._asking():
+            self.island = self._store.add("asked", 1)
+            self._store.set(f"beat/{self.island}", "begins")
+            until = time.monotonic() + JOIN.total_seconds()
+            while not self._store.check([f"admitted/{self.island}"]):
+                asked = self._store.add("asked", 0)
+                if self.island == 1 and asked >= self._config.at_least:
+                    self.open(View.first(asked))
+                elif self._store.check(["over"]):
+                    raise ClusterError(
+                        f"the run at {self._config.store} has ended; start a new store for another"
+                    )
+                elif time.monotonic() > until:
+                    raise ClusterError(
+                        f"nobody has admitted this island at {self._config.store} in "
+                        f"{JOIN.total_seconds():g} s: {asked} have come, "
+                        f"local.rendezvous.at_least is {self._config.at_least}"
+                    )
+                time.sleep(LOOK)
+            number = int(self._store.get(f"admitted/{self.island}"))
+            return self._view(number)
+
+    def open(self, view: View) -> View:
+        """Propose a view; the first proposal of its number counts."""
+        with self._asking():
+            found = View.read(
+                self._store.compare_set(f"view/{view.number}", "", json.dumps(asdict(view)))
+            )
+            for island in found.fresh:
+                self._store.set(f"admitted/{island}", str(found.number))
+            if found.number == 1:
+                self._store.set("admitted/1", "1")
+            return found
+
+    def _view(self, number: int) -> View:
+        return View.read(self._store.get(f"view/{number}"))
+
+    def next_view(self, view: View) -> View:
+        """The view after one that has lost an island; it may be without this one."""
+        with self._asking():
+            self._store.set(f"here/{view.number}/{self.island}", "yes")
+            until = time.monotonic() + self._half.total_seconds()
+            beats: dict[int, tuple[bytes, float]] = {}
+            while not self._store.check([f"view/{view.number + 1}"]):
+                absent = [
+                    island
+                    for island in view.islands
+                    if not self._store.check([f"here/{view.number}/{island}"])
+                ]
+                now = time.monotonic()
+                if now > until or all(self._is_dead(island, beats, now) for island in absent):
+                    return self.open(view.without(absent))
+                time.sleep(LOOK)
+            return self._view(view.number + 1)
+
+    def _is_dead(self, island: int, beats: dict[int, tuple[bytes, float]], now: float) -> bool:
+        if self._store.check([f"left/{island}"]):
+            return True
+        beat = self._store.get(f"beat/{island}")
+        last, since = beats.setdefault(island, (beat, now))
+        if beat != last:
+            beats[island] = beat, now
+            return False
+        return now - since > DEAD
+
+    def group(self, view: View) -> dist.ProcessGroup | None:
+        """Connect the islands of a view; None: it is alone.
+
+        Raises:
+            RuntimeError: one of them does not come.
+        """
+        if len(view.islands) == 1:
+            return None
+        store = dist.PrefixStore(f"group/{view.number}", self._store)
+        rank, size = view.islands.index(self.island), len(view.islands)
+        gloo = dist.ProcessGroupGloo(store, rank, size, self._half)
+        group, kind = dist.ProcessGroup(store, rank, size), dist.ProcessGroup.BackendType.GLOO
+        group._set_default_backend(kind)
+        for device in ("cpu", "cuda"):
+            group._register_backend(torch.device(device), kind, gloo)
+        return group
+
+    # Outcomes.
+
+    def agree(self, view: View, number: int, done: bool) -> int | None:
+        """Whether all islands have done exchange ``number`` of a view: how many islands have asked
+        to join by then; None: it is to be repeated in the next view."""
+        key = f"{view.number}/{number}"
+        with self._asking():
+            if done and self._store.add(f"done/{key}", 1) == len(view.islands):
+                word = f"done {self._store.add('asked', 0)}"
+                self._store.compare_set(f"outcome/{key}", "", word)
+            elif done:
+                try:
+                    self._store.wait([f"outcome/{key}"], self._half)
+                except dist.DistStoreError:  # the time is up
+                    done = False
+            if not done:
+                self._store.compare_set(f"outcome/{key}", "", "again")
+            word, _, asked = self._store.get(f"outcome/{key}").decode().partition(" ")
+        return int(asked) if word == "done" else None
+
+    def close(self, view: View) -> bool:
+        """Whether all islands of a view close now; else they are not waited for any longer."""
+        with self._asking():
+            if self._store.add(f"closing/{view.number}", 1) == len(view.islands):
+                self._store.set("over", "yes")
+                self._store.set(f"closed/{view.number}", "yes")
+            try:
+                self._store.wait([f"closed/{view.number}"], self._half)
+            except dist.DistStoreError:
+                return False
+        return True
+
+    def leave(self) -> None:
+        """Take part no longer; the others need not wait for signs of life. Idempotent."""
+        if self._gone.is_set():
+            return
+        self._gone.set()
+        with suppress(RuntimeError):
+            self._store.set(f"left/{self.island}", "yes")
+        self._beats.join(timeout=BEAT)
