@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -521,3 +522,65 @@ def test_settings_that_fit_no_round_are_refused(settings: dict[str, Any], words:
 
 def test_settings_are_all_different() -> None:
     assert all(a != b for a, b in itertools.combinations(SETTINGS.values(), 2))
+
+
+# Ranks of different speed.
+
+
+def at_different_speeds(stretch: int, delay: int, pauses: tuple[float, float]) -> dict[str, Any]:
+    """Train until 24 updates of both together have met; a pause before each update."""
+    model = build()
+    rank = torch.distributed.get_rank()
+    local = {"steps": 4, "fragments": 1, "delay": delay, "stretch": stretch}
+    updates, states = 0, []
+    with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
+        while session.all_updates < 24:
+            updates += 1
+            time.sleep(pauses[rank])
+            session.backward(loss_of(model, rank, updates))
+            session.step()
+            if updates == 5:
+                states.append(session.checkpoint(sharded=True))
+        met = session.all_updates
+    found = flat(model.parameters())
+    again = build()
+    gathered: list[Any] = [None, None]
+    torch.distributed.all_gather_object(gathered, states[0])
+    with slipstream.accelerate(again, sgd(again), None, {"local": local}) as session:
+        session.restore(gathered)
+        for update in range(8):
+            session.backward(loss_of(again, rank, update))
+            session.step()
+    return {"updates": updates, "met": met, "found": found, "again": flat(again.parameters())}
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_faster_rank_makes_more_updates(two: Ranks, delay: int) -> None:
+    fast, slow = two.run(at_different_speeds, 100, delay, (0.002, 0.03))
+    assert fast["updates"] >= 2 * slow["updates"]
+    assert fast["met"] == slow["met"] >= 24
+    assert torch.equal(fast["found"], slow["found"])
+    assert torch.equal(fast["again"], slow["again"])
+
+
+def test_a_faster_rank_waits_where_it_has_made_enough(two: Ranks) -> None:
+    fast, slow = two.run(at_different_speeds, 1, 0, (0.0, 0.02))
+    assert fast["updates"] - slow["updates"] <= fast["updates"] // 4 + 1
+
+
+def leaves_early() -> tuple[Tensor, int]:
+    model = build()
+    rank = torch.distributed.get_rank()
+    local = {"steps": 4, "stretch": 3}
+    with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
+        for update in range(9 + 8 * rank):  # the same loop on all ranks is the user's part
+            session.backward(loss_of(model, rank, update))
+            session.step()
+        met = session.all_updates
+    return flat(model.parameters()), met
+
+
+def test_a_rank_that_ends_early_keeps_nobody_waiting(two: Ranks) -> None:
+    (first, met), (second, other) = two.run(leaves_early)
+    assert torch.equal(first, second)
+    assert met == other

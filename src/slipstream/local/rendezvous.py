@@ -141,6 +141,8 @@ class Rendezvous:
     def _asking(self) -> Iterator[None]:
         try:
             yield
+        except ClusterError:
+            raise
         except RuntimeError as error:
             raise ClusterError(
                 f"the store at {self._config.store} is gone, or keeps silent: "

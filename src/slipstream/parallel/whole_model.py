@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from slipstream.errors import ModelError
 from slipstream.optim.shard_state import is_part
-from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.strategy import Row
+
+if TYPE_CHECKING:
+    from slipstream.parallel.pipeline.pipeline import Pipeline
 
 
 class WholeModel:

@@ -51,7 +51,8 @@ from slipstream.trace.recorder import Recorder
 from slipstream.transport import broadcast
 from slipstream.transport.consistency import broadcast_from_first
 from slipstream.tuner.local_search import LocalSearch
-from slipstream.tuner.search_space import SETTLING, SearchSpace
+from slipstream.tuner.search_space import SearchSpace
+from slipstream.tuner.turns import SETTLING
 
 _accelerated: WeakSet[nn.Module] = WeakSet()
 _sharded: WeakSet[nn.Module] = WeakSet()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,7 +23,6 @@ from slipstream.gradients.shards import ShardedGradient
 from slipstream.kernels.surroundings import outside_autocast
 from slipstream.local.training import LocalTraining
 from slipstream.parallel.dims import ParallelDims
-from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.parallel.whole_model import WholeModel
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session import messages
@@ -32,6 +31,9 @@ from slipstream.session.exchanging import GradientExchange
 from slipstream.session.members import Members
 from slipstream.session.step_hooks import StepHooks
 from slipstream.session.tracing import Tracer
+
+if TYPE_CHECKING:
+    from slipstream.parallel.pipeline.pipeline import Pipeline
 
 
 class TrainingLoop:

@@ -25,7 +25,7 @@ from slipstream.trace import chrome
 from slipstream.trace.event import BACKWARD, FORWARD, OPTIMIZER, Trace
 from slipstream.trace.recorder import Recorder, Stamp
 from slipstream.transport.consistency import collective_errors
-from slipstream.tuner.search_space import SETTLING
+from slipstream.tuner.turns import SETTLING
 
 
 class Search(Protocol):

@@ -16,8 +16,8 @@ from slipstream.strategy import (
     Strategy,
 )
 from slipstream.trace import Trace
-from slipstream.tuner.search_space import MOST, SETTLING, TURNS
 from slipstream.tuner.trials import Measurement
+from slipstream.tuner.turns import MOST, SETTLING, TURNS
 
 STEPS = 5
 """Iterations in a window, where the split alone is searched for."""

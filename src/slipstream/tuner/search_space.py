@@ -23,16 +23,11 @@ from slipstream.strategy import (
 )
 from slipstream.transport.place import Place
 from slipstream.transport.transport import exact_transports
+from slipstream.tuner.turns import MOST, SETTLING, TURNS
 
-SETTLING = 2
-"""Updates after a change that are not measured: new buckets, cold connections."""
-TURNS = 2
-"""Windows of each choice, in turn, so that a drift of the machine affects all alike."""
 SHARDED = (ShardedConfig(), ShardedConfig(replicated=0.33))
 """Tried where nothing predicts the part that every rank should update; the first one stands for
 all where something does."""
-MOST = 4
-"""Choices that are measured, where splits are among them."""
 
 
 class Choice(NamedTuple):

@@ -39,7 +39,7 @@ from slipstream.strategy import PowerSgdConfig, Strategy
 from slipstream.strategy.yaml import format_yaml
 from slipstream.trace import chrome
 from slipstream.tuner.exact_search import reason
-from slipstream.tuner.search_space import SETTLING
+from slipstream.tuner.turns import SETTLING
 from slipstream.version import __version__
 
 SEARCH, SHORTEST_SEARCH, RECORDED = 32, 24, 5

@@ -7,19 +7,25 @@ ZB-H1 (Qi et al., 2023, https://arxiv.org/abs/2401.10241).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
 
 from slipstream.errors import StrategyError
+
+if TYPE_CHECKING:  # torch's pipelines import its compiler, for seconds: `make_schedule` does
+    from torch.distributed.pipelining import (
+        PipelineStage,
+        Schedule1F1B,
+        ScheduleGPipe,
+        ScheduleInterleaved1F1B,
+        ScheduleInterleavedZeroBubble,
+    )
+
+    Schedule = (
+        ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble
+    )
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 """``gpipe``: all forwards, then all backwards. ``1f1b``: the same bubble, but a rank keeps
@@ -27,13 +33,11 @@ activations of at most as many micro-batches as there are ranks. ``interleaved_1
 rank, a v-th of the bubble. ``zero_bubble``: backward is split in two, and the part for parameters
 fills the bubble."""
 
-Schedule = ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble
-
-_CLASSES: dict[str, Callable[..., Schedule]] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-    "zero_bubble": ScheduleInterleavedZeroBubble,
+_CLASSES: dict[str, str] = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "zero_bubble": "ScheduleInterleavedZeroBubble",
 }
 _ONE_STAGE_A_RANK = ("gpipe", "1f1b")
 
@@ -79,6 +83,8 @@ def make_schedule(
     schedule: ScheduleName, stages: Sequence[PipelineStage], micro_batches: int
 ) -> Schedule:
     """torch's schedule over the stages of this rank; the last stage returns its loss."""
+    from torch.distributed import pipelining
+
     # scale_grads=False: torch would divide parameter.grad by the number of micro-batches, including
     # gradients that were accumulated there before. The last stage scales its loss instead.
 
@@ -86,7 +92,10 @@ def make_schedule(
         return loss
 
     local: Any = stages[0] if schedule in _ONE_STAGE_A_RANK else list(stages)
-    return _CLASSES[schedule](local, micro_batches, loss_fn, scale_grads=False)
+    made: Schedule = getattr(pipelining, _CLASSES[schedule])(
+        local, micro_batches, loss_fn, scale_grads=False
+    )
+    return made
 
 
 def ideal_bubble(

@@ -1,0 +1,170 @@
+"""Jobs that come and go: all merge an exchange or none does; who is left goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import slipstream
+from slipstream.cli.store import open_store
+from slipstream.errors import ClusterError, StrategyError
+from slipstream.local import rendezvous
+from slipstream.local.rendezvous import Rendezvous, View
+from slipstream.strategy import RendezvousConfig, Strategy
+from tests.harness.ranks import Ranks
+from tests.local import job
+from tests.local.comings import TIMEOUT, Jobs
+from tests.local.reference import flat
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def islands(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Rendezvous]]:
+    """Two, at a store of their own, which have not joined."""
+    monkeypatch.setattr(rendezvous, "DEAD", 1.5)
+    monkeypatch.setattr(rendezvous, "BEAT", 0.2)
+    store = open_store(0)
+    config = RendezvousConfig(store=f"127.0.0.1:{store.port}", at_least=2, timeout=6)
+    made = [Rendezvous(config) for _ in range(2)]
+    yield made
+    for island in made:
+        island.leave()
+
+
+def at_once(*calls: Any) -> list[Any]:
+    """What each call returns, all at the same time."""
+    found: list[Any] = [None] * len(calls)
+
+    def run(number: int) -> None:
+        found[number] = calls[number]()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+def joined(islands: list[Rendezvous]) -> View:
+    first, second = at_once(*(island.join for island in islands))
+    assert first == second
+    assert isinstance(first, View)
+    return first
+
+
+def test_all_see_one_outcome(islands: list[Rendezvous]) -> None:
+    view = joined(islands)
+    one, other = islands
+    both = at_once(lambda: one.agree(view, 0, True), lambda: other.agree(view, 0, True))
+    assert both == [2, 2]
+    mixed = at_once(lambda: one.agree(view, 1, True), lambda: other.agree(view, 1, False))
+    assert mixed == [None, None]
+    # one waits in vain, and says so first: the other's part comes too late
+    assert one.agree(view, 2, True) is None
+    assert other.agree(view, 2, True) is None
+
+
+def test_the_next_view_is_without_the_dead(islands: list[Rendezvous]) -> None:
+    view = joined(islands)
+    one, other = islands
+    found = at_once(lambda: one.next_view(view), lambda: other.next_view(view))
+    assert found[0] == found[1]
+    assert found[0].islands == view.islands
+    other._gone.set()  # its heart stops
+    begun = time.monotonic()
+    alone = one.next_view(found[0])
+    assert alone.islands == (one.island,)
+    assert time.monotonic() - begun < 3
+    # who comes later sees that it is in no view any more
+    assert other.next_view(found[0]).islands == (one.island,)
+
+
+def test_who_leaves_is_not_waited_for(islands: list[Rendezvous]) -> None:
+    view = joined(islands)
+    islands[1].leave()
+    begun = time.monotonic()
+    assert islands[0].next_view(view).islands == (islands[0].island,)
+    assert time.monotonic() - begun < 1
+
+
+def test_a_store_that_is_not_there_is_named() -> None:
+    with pytest.raises(ClusterError, match="slipstream store --port 9"):
+        Rendezvous(RendezvousConfig(store="127.0.0.1:9", timeout=1))
+
+
+@pytest.mark.parametrize("settings", [{"warm_up": 4}, {"auto": True}], ids=str)
+def test_gradients_are_never_averaged(settings: dict[str, Any]) -> None:
+    with pytest.raises(StrategyError, match="rendezvous with"):
+        Strategy.load({"local": {"rendezvous": "a:1", **settings}})
+
+
+def together(settings: dict[str, Any]) -> float:
+    """Train as the jobs do, as ranks of one job."""
+    model = job.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with slipstream.accelerate(model, optimizer, None, {"local": settings}) as session:
+        for update in range(21):
+            session.backward(job.loss_of(model, 1000 * update + session.rank))
+            session.step()
+    return flat(model.parameters()).double().sum().item()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"fragments": 2, "delay": 2, "mix": 0.25, "codec": "int8"}],
+    ids=["plain", "all of it"],
+)
+def test_jobs_train_as_ranks_of_one_job(tmp_path: Path, settings: dict[str, Any]) -> None:
+    jobs = Jobs(tmp_path, 21, 0.0, settings)
+    jobs.start()
+    jobs.start()
+    with Ranks(2) as two:
+        expected = two.run(together, {"steps": 4, **settings})
+    for one in jobs.end():
+        assert one["parameters"] == pytest.approx(expected[0], abs=1e-9)
+
+
+def test_a_job_that_is_killed_comes_back(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path, 500, 0.02)
+    stays, victim = jobs.start(), jobs.start()
+    jobs.wait_for(30, victim)
+    jobs.kill(victim)
+    jobs.start()
+    first, newcomer = jobs.end()
+    assert newcomer["begun"] > 30
+    assert first["longest"] < TIMEOUT
+    assert first["parameters"] == newcomer["parameters"]
+    assert "island 2 is gone" in jobs.logs()
+    assert "island 3 has joined" in jobs.logs()
+    assert f"begins at {newcomer['begun']} with share 1" in jobs.logs()  # that of the dead
+    assert stays.returncode == 0
+
+
+def test_a_job_that_is_silent_for_long_joins_again(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path, 500, 0.02, {"rendezvous": {"timeout": 4}})
+    stays, sleeper = jobs.start(), jobs.start()
+    jobs.wait_for(30, sleeper)
+    os.kill(sleeper.pid, signal.SIGSTOP)
+    jobs.wait_for(jobs.updates(stays) + 40, stays)  # it goes on alone
+    os.kill(sleeper.pid, signal.SIGCONT)
+    jobs.end()
+    assert "came too late" in jobs.logs()
+    assert "island 3 has joined" in jobs.logs()
+
+
+def test_a_run_that_has_ended_takes_nobody_in(islands: list[Rendezvous]) -> None:
+    view = joined(islands)
+    one, other = islands
+    assert at_once(lambda: one.close(view), lambda: other.close(view)) == [True, True]
+    with pytest.raises(ClusterError, match="has ended"):
+        one.join()
