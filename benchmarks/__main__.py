@@ -93,9 +93,12 @@ def commands() -> Iterator[tuple[str, str]]:
     coded = "exchange --model gpt2 --rate 500mbit --ddp 4 50 --splits default"
     yield "codecs-gpt2-500mbit", f"{coded} --codecs {ON_ROADS}"
     for rate in ("100mbit", "300mbit"):
-        yield f"local-bert-{rate}", f"local speed --rate {rate} --rounds 3"
-    for task in ("causal", "masked", "digits"):
-        yield f"local-{task}", f"local loss --task {task}"
+        yield f"local-bert-{rate}", f"local speed --rate {rate} --rounds 2"
+    yield "local-causal", "local loss --task causal"
+    chosen = [f"'16 steps, 4 fragments, delay {one}'" for one in ("2, int4", "4, int8")]
+    for task in ("masked", "resnet"):
+        coded = f"'data parallel' {' '.join(chosen)}"
+        yield f"local-{task}", f"local loss --task {task} --steps 800 --variants {coded}"
     of_auto = (
         "'data parallel' 'data parallel and outer steps' '16 steps' "
         "'16 steps, 4 fragments, delay 2, int4'"

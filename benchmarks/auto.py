@@ -58,8 +58,9 @@ from slipstream.strategy import (
     Strategy,
 )
 from slipstream.tuner.online_search import OnlineSearch
-from slipstream.tuner.search_space import SETTLING, SHARDED, Choice, SearchSpace
+from slipstream.tuner.search_space import SHARDED, Choice, SearchSpace
 from slipstream.tuner.significance import median_interval
+from slipstream.tuner.turns import SETTLING
 
 DEFAULT = Strategy()
 

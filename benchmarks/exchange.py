@@ -80,7 +80,7 @@ from benchmarks.peak_memory import free_bytes, peak_rss, release
 from benchmarks.record import finish
 from slipstream.session.session import Session
 from slipstream.strategy import AutoConfig, OptimalConfig
-from slipstream.tuner.search_space import MOST, SETTLING, TURNS
+from slipstream.tuner.turns import MOST, SETTLING, TURNS
 
 AnySession = Session[nn.Module, torch.optim.SGD]
 Variant = tuple[Iterate, AnySession | None]

@@ -39,6 +39,7 @@ from rich.progress import track
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import slipstream
@@ -126,6 +127,42 @@ def causal_task(batch: int = 4) -> Task:
     return Task(build, sample, loss, held_out_loss, optimizer)
 
 
+class Residual(nn.Module):
+    """Two convolutions with batch norm, and what they are added to."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width),
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.relu(x + self.body(x))
+
+
+def resnet_task(batch: int = 16) -> Task:
+    """Handwritten digits: a small ResNet with batch norm; the score is the loss, with smoothed
+    labels, whose least value is far from 0."""
+    digits = digits_task(batch)
+    pixels, targets = data.digits(8)[1][:]
+
+    def build() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
+            Residual(32), nn.MaxPool2d(2), Residual(32),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
+        )  # fmt: skip
+
+    def loss(model: nn.Module, rows: Any) -> torch.Tensor:
+        return functional.cross_entropy(model(rows[0]), rows[1], label_smoothing=0.1)
+
+    def held_out_loss(model: nn.Module) -> float:
+        return float(loss(model, (pixels, targets)))
+
+    return Task(build, digits.batch, loss, held_out_loss, digits.optimizer)
+
+
 def settings_of(name: str) -> dict[str, Any]:
     """Read a name of settings: ``16 steps, 4 fragments, delay 2, int4``."""
     found: dict[str, Any] = {}
@@ -144,6 +181,7 @@ TASKS: dict[str, Callable[[], Task]] = {
     "causal": causal_task,
     "masked": text_task,
     "digits": digits_task,
+    "resnet": resnet_task,
 }
 
 

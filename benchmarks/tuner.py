@@ -55,10 +55,10 @@ from slipstream.strategy import (
 )
 from slipstream.trace import Trace, chrome
 from slipstream.tuner.exact_search import UPDATES
-from slipstream.tuner.search_space import SETTLING
 from slipstream.tuner.trial_log import Tuned
 from slipstream.tuner.trials import Measurement, iterations
 from slipstream.tuner.tune import Tuner
+from slipstream.tuner.turns import SETTLING
 
 EXAMPLES = ("images", "masked_lm", "causal_lm")
 SKIP = 2

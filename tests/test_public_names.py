@@ -49,11 +49,25 @@ def test_other_names_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "code", ["import slipstream", "from slipstream import Strategy; Strategy()"]
+    "code",
+    [
+        "import slipstream",
+        "from slipstream import Strategy; Strategy()",
+        "import slipstream.cli.main",
+    ],
 )
 def test_torch_is_imported_only_where_it_is_used(code: str) -> None:
     run = python("-c", f"import sys; {code}; sys.exit('torch' in sys.modules)")
     assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_the_compiler_of_torch_is_imported_only_for_pipelines() -> None:
+    """It takes seconds, on every rank."""
+    code = (
+        "import sys, slipstream; slipstream.accelerate; "
+        "sys.exit('torch.distributed.pipelining' in sys.modules or 'torch._dynamo' in sys.modules)"
+    )
+    assert python("-c", code).returncode == 0
 
 
 def test_the_package_runs_as_a_command() -> None:

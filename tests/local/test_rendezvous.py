@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,15 +16,17 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import slipstream
+from slipstream.cli.islands import run_islands
 from slipstream.cli.store import open_store
-from slipstream.errors import ClusterError, StrategyError
+from slipstream.errors import ClusterError, LaunchError, StrategyError
 from slipstream.local import rendezvous
 from slipstream.local.rendezvous import Rendezvous, View
 from slipstream.strategy import RendezvousConfig, Strategy
 from tests.harness.ranks import Ranks
-from tests.local import job
+from tests.local import comings, job
 from tests.local.comings import TIMEOUT, Jobs
 from tests.local.reference import flat
 
@@ -168,3 +174,63 @@ def test_a_run_that_has_ended_takes_nobody_in(islands: list[Rendezvous]) -> None
     assert at_once(lambda: one.close(view), lambda: other.close(view)) == [True, True]
     with pytest.raises(ClusterError, match="has ended"):
         one.join()
+
+
+ISLAND = """
+import os, sys, time
+import torch, slipstream
+from pathlib import Path
+from tests.local import comings, job
+
+model = job.build()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with slipstream.accelerate(model, optimizer) as session:
+    for update in range(session.updates, 700):
+        session.backward(job.loss_of(model, update))
+        session.step()
+        time.sleep(0.03)
+        if session.data_rank == 1 and update > 9 and not Path("failed").exists():
+            Path("failed").touch()
+            sys.exit(3)
+    print("ends", session.updates)
+"""
+
+
+def test_a_launch_of_islands_starts_another_one_where_one_fails(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (tmp_path / "train.py").write_text(ISLAND)
+    meeting = {"store": f"localhost:{port}", "at_least": 2, "timeout": 10}
+    (tmp_path / "local.yaml").write_text(f"local: {{steps: 4, rendezvous: {json.dumps(meeting)}}}")
+    command = [
+        *(sys.executable, "-m", "slipstream", "launch", "--islands", "2", "--max-restarts", "1"),
+        *("--strategy", "local.yaml", "--log-dir", "logs", "train.py"),
+    ]
+    path = f"{comings.ROOT / 'src'}:{comings.ROOT}"
+    run = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "ended with code 3; another one starts" in run.stderr
+    ends = [p.read_text() for p in tmp_path.glob("logs/island-*/rank0.log")]
+    assert sum("ends 700" in text for text in ends) == 2, ends
+
+
+def test_islands_need_a_place_to_meet(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    with pytest.raises(LaunchError, match="says where they meet"):
+        run_islands(
+            [str(tmp_path / "train.py")],
+            2,
+            module=False,
+            strategy=None,
+            restarts=0,
+            log_dir=tmp_path,
+            console=Console(),
+        )

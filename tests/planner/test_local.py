@@ -11,7 +11,7 @@ import pytest
 from slipstream.errors import StrategyError, TraceError
 from slipstream.gradients.layout import Gradient
 from slipstream.planner.forecast import Forecast
-from slipstream.planner.iteration.local_cost import codec_cost, local_seconds
+from slipstream.planner.iteration.local_cost import WEIGHTS, codec_cost, local_seconds
 from slipstream.planner.iteration.transport_cost import ExchangeCurve
 from slipstream.planner.network.costs import CodecCost
 from slipstream.planner.network.curve import Curve
@@ -35,7 +35,9 @@ def test_a_round_is_its_updates_and_what_no_delay_hides() -> None:
     alone = float(WORK.alone(1).max())
     num_bytes = sum(g.num_bytes for g in WORK.gradients)
     curve = ExchangeCurve.of("flat", SLOW)
-    whole, quarter = (float(curve.seconds_of(np.array([b]))[0]) for b in (num_bytes, num_bytes / 4))
+    whole, quarter = (
+        float(curve.seconds_of(np.array([b, WEIGHTS])).sum()) for b in (num_bytes, num_bytes / 4)
+    )
     assert local_seconds(of(steps=10), WORK, SLOW) == pytest.approx(alone + whole / 10)
     streamed = of(steps=8, fragments=4, delay=1)
     stolen = SLOW.compute_slowdown * min(quarter, alone)

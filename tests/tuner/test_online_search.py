@@ -17,7 +17,7 @@ from slipstream.planner.forecast import Forecast
 from slipstream.strategy import ByIndexConfig
 from slipstream.trace import read
 from slipstream.tuner import online_search
-from slipstream.tuner.search_space import SETTLING, TURNS
+from slipstream.tuner.turns import SETTLING, TURNS
 from tests.harness.ranks import Ranks
 
 STEPS = 2

@@ -30,7 +30,7 @@ from slipstream.transport.requests import AllReduce
 from slipstream.transport.switch import Switch
 from slipstream.tuner import online_search
 from slipstream.tuner.predicted_choices import predict_choices
-from slipstream.tuner.search_space import SETTLING, TURNS
+from slipstream.tuner.turns import SETTLING, TURNS
 from tests.harness.ranks import PerRank, Ranks
 
 UPDATES = 24

@@ -26,7 +26,8 @@ from slipstream.strategy import (
 from slipstream.trace import Trace
 from slipstream.transport.place import Place
 from slipstream.tuner.predicted_choices import predict_choices, promising
-from slipstream.tuner.search_space import MOST, SETTLING, TURNS, Choice, SearchSpace, fastest
+from slipstream.tuner.search_space import Choice, SearchSpace, fastest
+from slipstream.tuner.turns import MOST, SETTLING, TURNS
 from tests.planner.networks import linear_profile
 from tests.planner.test_sharded import with_direct
 from tests.planner.workloads import workload

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
 
+from slipstream.cli.islands import run_islands
 from slipstream.cli.options import LogDir, ScriptArgs, StrategyOption
 from slipstream.cli.ranks import log_folder, threads_per_rank
 from slipstream.cluster.launcher import LaunchSpec, RankFailure, run
@@ -39,6 +40,10 @@ def launch(
         str | None, Option(metavar="HOST:PORT", help="Address on node 0 where the nodes meet.")
     ] = None,
     max_restarts: Annotated[int, Option(help="Restarts of the ranks after a failure.")] = 0,
+    islands: Annotated[
+        int | None,
+        Option(min=1, help="Jobs of one rank each that come and go (local.rendezvous)."),
+    ] = None,
     log_dir: LogDir = None,
     strategy: StrategyOption = None,
     module: Annotated[bool, Option("--module", "-m", help="SCRIPT is a module.")] = False,
@@ -50,8 +55,21 @@ def launch(
 
     [dim]slipstream launch --nproc 2 train.py --epochs 3[/dim]
     [dim]slipstream launch --nproc gpu --strategy strategy.yaml -m my.training[/dim]
+    [dim]slipstream launch --islands 4 --max-restarts 9 --strategy local.yaml train.py[/dim]
     [dim]slipstream launch --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29500 train.py[/dim]
     """
+    if islands is not None:
+        _refuse_with_islands(nproc, nnodes)
+        code = run_islands(
+            [script, *(args or ())],
+            islands,
+            module=module,
+            strategy=strategy,
+            restarts=max_restarts,
+            log_dir=log_dir or log_folder(),
+            console=console,
+        )
+        raise typer.Exit(code)
     ranks = _rank_count(nproc)
     variables = {"OMP_NUM_THREADS": threads_per_rank(ranks)}
     if strategy is not None:
@@ -85,6 +103,14 @@ def launch(
     if spec.node_rank in (None, 0) or outcome.exit_code:
         console.print(Text(f"logs: {spec.log_dir.resolve()}"), soft_wrap=True)
     raise typer.Exit(outcome.exit_code)
+
+
+def _refuse_with_islands(nproc: str, nnodes: int) -> None:
+    if nproc != "1" or nnodes != 1:
+        raise LaunchError(
+            f"--islands with --nproc {nproc} --nnodes {nnodes}: an island is a job of one rank; "
+            "leave these out, and start jobs on other machines there"
+        )
 
 
 def _rank_count(nproc: str) -> int:

@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.text import Text
 from typer import Option
 
-from slipstream.cli import launch, report, scale, strategy, testbed, trace
+from slipstream.cli import launch, report, scale, store, strategy, testbed, trace
 from slipstream.cli.demo.command import demo
 from slipstream.cli.doctor.command import app as doctor
 from slipstream.cli.plan.command import plan
@@ -29,6 +29,7 @@ app = typer.Typer(
 app.command("demo")(demo)
 SCRIPT_LAST = {"allow_interspersed_args": False}  # options after the script's name are the script's
 app.command("launch", context_settings=SCRIPT_LAST)(launch.launch)
+app.command("store")(store.store)
 app.add_typer(trace.app, name="trace", help="Summarize what a run recorded, and get advice.")
 app.add_typer(doctor, name="doctor", help="Measure what exchanges cost on these machines.")
 app.command("plan")(plan)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 from typer import Option
 
 from slipstream.errors import LaunchError
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 console = Console(stderr=True)
 
@@ -31,13 +34,13 @@ def store(
         console.print("the store has ended")
 
 
-def open_store(port: int):  # type: ignore[no-untyped-def]  # torch is imported late
+def open_store(port: int) -> TCPStore:
     """Open a store for one run; port 0: one that is free.
 
     Raises:
         LaunchError: the port is taken.
     """
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # late: slow to import
 
     try:
         return TCPStore(

@@ -240,6 +240,10 @@ class Meeting:
         if not total[1]:
             flight.buffers.copy_(self.buffers)
 
+    def flies(self, due: Callable[[Flight], bool]) -> bool:
+        """Whether a change is on its way that is due."""
+        return self.flight is not None and due(self.flight)
+
     def landed(self) -> None:
         """Hand on to the ranks of this island what came back."""
         if self.flight is not None:

@@ -25,9 +25,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore
 
 from slipstream.errors import ClusterError
 from slipstream.strategy import RendezvousConfig
@@ -69,9 +72,12 @@ class View:
     @classmethod
     def read(cls, document: bytes) -> View:
         """A view from the store."""
-        return cls(
-            **{k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(document).items()}
-        )
+        values: dict[str, Any] = json.loads(document)
+        read: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
+        return cls(**read)
 
     def without(self, gone: Sequence[int]) -> View:
         """The next view, after some have left.
@@ -121,10 +127,10 @@ class Rendezvous:
         )
         self._beats.start()
 
-    def _connect(self) -> dist.TCPStore:
+    def _connect(self) -> TCPStore:
         host, _, port = self._config.store.rpartition(":")
         try:
-            return dist.TCPStore(host, int(port), is_master=False, timeout=self._half)
+            return TCPStore(host, int(port), is_master=False, timeout=self._half)
         except (RuntimeError, OSError) as error:
             raise ClusterError(
                 f"local.rendezvous.store {self._config.store} does not answer: "
@@ -132,7 +138,7 @@ class Rendezvous:
                 f"{port}"
             ) from error
 
-    def _beat(self, store: dist.TCPStore) -> None:
+    def _beat(self, store: TCPStore) -> None:
         with suppress(RuntimeError):  # the store is gone: the training finds out
             while not self._gone.wait(BEAT):
                 store.set(f"beat/{self.island}", str(time.monotonic()))
@@ -230,7 +236,7 @@ class Rendezvous:
         """
         if len(view.islands) == 1:
             return None
-        store = dist.PrefixStore(f"group/{view.number}", self._store)
+        store = PrefixStore(f"group/{view.number}", self._store)
         rank, size = view.islands.index(self.island), len(view.islands)
         gloo = dist.ProcessGroupGloo(store, rank, size, self._half)
         group, kind = dist.ProcessGroup(store, rank, size), dist.ProcessGroup.BackendType.GLOO

@@ -256,10 +256,10 @@ class LocalTraining:
 
     def _merge(self, due: Callable[[Flight], bool]) -> None:
         for number, meeting in enumerate(self._meetings):
-            if meeting.flight is None or not due(meeting.flight):
+            if not meeting.flies(due):
                 continue
             self._land()
-            if meeting.flight is None:  # this island came too late, and has joined again
+            if not meeting.flies(due):  # this island came too late, and has joined again
                 continue
             if self._averages_state(meeting):
                 average_state(meeting, self._optimizer.state, partial(self._average, number))

@@ -35,8 +35,9 @@ from slipstream.transport.consistency import any_of, broadcast_from_first, colle
 from slipstream.transport.switch import Switch
 from slipstream.transport.transport import Transport
 from slipstream.tuner.predicted_choices import predict_choices, promising
-from slipstream.tuner.search_space import SETTLING, TURNS, Choice, SearchSpace, fastest
+from slipstream.tuner.search_space import Choice, SearchSpace, fastest
 from slipstream.tuner.trials import iterations
+from slipstream.tuner.turns import SETTLING, TURNS
 
 CALIBRATION_SECONDS = 4 / 3
 """For the exchanges that are timed, for each transport."""

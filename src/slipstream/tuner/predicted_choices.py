@@ -16,7 +16,8 @@ from slipstream.strategy import (
     SplitConfig,
     TransportConfig,
 )
-from slipstream.tuner.search_space import MOST, Choice
+from slipstream.tuner.search_space import Choice
+from slipstream.tuner.turns import MOST
 
 NEARBY = (ByBytesConfig(megabytes=2), ByBytesConfig(megabytes=8), ByBytesConfig(megabytes=16))
 """Predicted besides the computed split: the cost of one more segment is the least certain part."""

@@ -21,6 +21,9 @@ from slipstream.planner.network.costs import CodecCost
 from slipstream.planner.network.profile import NetworkProfile
 from slipstream.strategy import Int4Config, LocalConfig, PlainCodecConfig, Strategy
 
+WEIGHTS = 16.0
+"""Bytes of what ranks tell each other before they exchange a fragment."""
+
 
 def local_seconds(strategy: Strategy, workload: Workload, network: NetworkProfile) -> float:
     """Predict an update in the long run, after the warm-up.
@@ -46,7 +49,8 @@ def _fragment_seconds(
     cost = _cost(config, network)
     num_bytes = sum(g.num_bytes for g in workload.gradients) / config.fragments
     curve = ExchangeCurve.of(transport_kind(strategy.gradients.transport), network)
-    wire = float(curve.seconds_of(np.array([num_bytes * cost.ratio]))[0])
+    # the weights of the ranks travel first, by themselves
+    wire = float(curve.seconds_of(np.array([WEIGHTS, num_bytes * cost.ratio])).sum())
     return wire + num_bytes * (cost.encode + cost.decode) + 2 * cost.startup
 
 
