@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -124,11 +125,11 @@ def between_hosts(where: Sequence[int]) -> list[tuple[str, int]]:
 
 def test_the_first_rank_of_a_host_alone_meets_other_hosts(four: Ranks) -> None:
     values = sum(p.numel() for p in build().parameters())
-    leader = [("all_reduce", 16), ("all_reduce", 8 * values), ("broadcast", 8 * values)] * 2
-    follower = [("broadcast", 8 * values)] * 2
+    follower = [("broadcast", 8 * values), ("broadcast", 16)]
+    leader = [("all_reduce", 16), ("all_reduce", 8 * values), *follower]
     found = four.run(between_hosts, (0, 0, 1, 1))
-    for log, expected in zip(found, [leader, follower, leader, follower], strict=True):
-        assert [one for one in log if one[1] in (16, 8 * values)] == expected
+    for log, expected in zip(found, [leader, follower] * 2, strict=True):
+        assert [one for one in log if one[1] in (16, 8 * values)] == expected * 2
 
 
 def uneven(where: Sequence[int], sizes: Sequence[int]) -> tuple[Tensor, int]:
@@ -173,3 +174,31 @@ def test_auto_is_refused_among_hosts() -> None:
     model = build()
     with pytest.raises(StrategyError, match="hierarchical and auto"):
         slipstream.accelerate(model, sgd(model), None, {"local": "auto", "gradients": HIERARCHICAL})
+
+
+def restored_elsewhere(saved: Sequence[int], restored: Sequence[int]) -> Tensor:
+    strategy = {"local": {"steps": 4, "delay": 1, "mix": 0.5}, "gradients": HIERARCHICAL}
+    states: list[Any] = [None] * 4
+    model = build()
+    with on_hosts(saved), slipstream.accelerate(model, adamw(model), None, strategy) as session:
+        for update in range(6):
+            session.backward(loss_of(model, session.rank, update))
+            session.step()
+        torch.distributed.all_gather_object(states, session.checkpoint(sharded=True))
+    model = build()
+    with warnings.catch_warnings(), on_hosts(restored):
+        warnings.simplefilter("ignore")
+        session = slipstream.accelerate(model, adamw(model), None, strategy)
+        session.restore(states)
+        for update in range(6, 9):
+            session.backward(loss_of(model, session.rank, update))
+            session.step()
+        found = flat(model.parameters())
+        session.close()
+    return found
+
+
+def test_ranks_of_a_host_are_equal_whatever_hosts_saved_the_state(four: Ranks) -> None:
+    found = four.run(restored_elsewhere, (0, 0, 1, 1), (0, 1, 0, 1))
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from rich.console import Console
 import slipstream
 from slipstream.cli.islands import run_islands
 from slipstream.cli.store import open_store
-from slipstream.errors import ClusterError, LaunchError, StrategyError
+from slipstream.errors import ClusterError, LaunchError, StrategyError, UsageError
 from slipstream.local import rendezvous
 from slipstream.local.rendezvous import Rendezvous, View
 from slipstream.strategy import RendezvousConfig, Strategy
@@ -62,7 +64,7 @@ def at_once(*calls: Any) -> list[Any]:
 
 
 def joined(islands: list[Rendezvous]) -> View:
-    first, second = at_once(*(island.join for island in islands))
+    first, second = at_once(*(partial(island.join, trained=False) for island in islands))
     assert first == second
     assert isinstance(first, View)
     return first
@@ -150,9 +152,12 @@ def test_a_job_that_is_killed_comes_back(tmp_path: Path) -> None:
     assert newcomer["begun"] > 30
     assert first["longest"] < TIMEOUT
     assert first["parameters"] == newcomer["parameters"]
-    assert "island 2 is gone" in jobs.logs()
+    assert "is gone: update" in jobs.logs()
     assert "island 3 has joined" in jobs.logs()
-    assert f"begins at {newcomer['begun']} with share 1" in jobs.logs()  # that of the dead
+    # with the share of the dead
+    [share] = re.findall(rf"begins at {newcomer['begun']} with share (\d)", jobs.logs())
+    [gone] = re.findall(r"island (\d) is gone", jobs.logs())
+    assert int(share) == int(gone) - 1
     assert stays.returncode == 0
 
 
@@ -173,7 +178,7 @@ def test_a_run_that_has_ended_takes_nobody_in(islands: list[Rendezvous]) -> None
     one, other = islands
     assert at_once(lambda: one.close(view), lambda: other.close(view)) == [True, True]
     with pytest.raises(ClusterError, match="has ended"):
-        one.join()
+        one.join(trained=False)
 
 
 ISLAND = """
@@ -234,3 +239,50 @@ def test_islands_need_a_place_to_meet(tmp_path: Path) -> None:
             log_dir=tmp_path,
             console=Console(),
         )
+
+
+def test_a_job_of_another_strategy_is_refused(islands: list[Rendezvous]) -> None:
+    one, other = islands
+    one.same("strategy", "steps 4")
+    one.same("strategy", "steps 4")
+    with pytest.raises(ClusterError, match="strategy of this job differs"):
+        other.same("strategy", "steps 8")
+
+
+def test_one_that_was_late_goes_on_where_all_others_are_gone(islands: list[Rendezvous]) -> None:
+    joined(islands)
+    one, other = islands
+    one.leave()
+    other._store.set(f"left/{other.island}", "yes")  # under its old number
+    view = other.join(trained=True)
+    assert view.islands == (other.island,)
+    assert not view.fresh
+    other._store.set(f"left/{other.island}", "yes")
+    with pytest.raises(ClusterError, match="are gone, with what they have learned"):
+        other.join(trained=False)
+
+
+def test_the_first_of_those_alive_opens_the_run(islands: list[Rendezvous]) -> None:
+    one, other = islands
+    dead = one._store.add("asked", 1)
+    one._store.set(f"left/{dead}", "yes")
+    view = joined([one, other])
+    assert set(view.islands) == {2, 3}
+    assert view.fresh == view.islands[1:]
+    assert one.led(view.without(view.islands[:1])).fresh == ()  # nobody has trained yet
+
+
+def test_restoring_what_other_jobs_do_not_have_is_refused() -> None:
+    store = open_store(0)
+    local = {"steps": 2, "rendezvous": {"store": f"127.0.0.1:{store.port}", "at_least": 1}}
+    model = job.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with slipstream.accelerate(model, optimizer, None, {"local": local}) as session:
+        session.restore(session.checkpoint())
+        session.backward(job.loss_of(model, 1))
+        session.step()
+        with pytest.raises(UsageError, match=r"if session\.updates == 0"):
+            session.restore(session.checkpoint())
+        session.backward(job.loss_of(model, 2))
+        session.step()
+        assert session.all_updates == 2

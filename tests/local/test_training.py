@@ -336,6 +336,66 @@ def test_a_rank_that_diverges_takes_the_parameters_of_the_others(two: Ranks) -> 
     assert torch.equal(first, second)
 
 
+def with_nan_among_fragments(at: int, inner_state: str) -> tuple[bool, Tensor]:
+    model = build()
+    local = {"steps": 4, "fragments": 2, "delay": 1, "inner_state": inner_state}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with slipstream.accelerate(model, adamw(model), None, {"local": local}) as session:
+            for update in range(1, 14):
+                loss = loss_of(model, session.rank, update)
+                session.backward(loss * (torch.nan if update == at and session.rank else 1.0))
+                session.step()
+    return all(bool(p.isfinite().all()) for p in model.parameters()), flat(model.parameters())
+
+
+@pytest.mark.parametrize("inner_state", ["kept", "averaged"])
+@pytest.mark.parametrize("at", [3, 13], ids=["in a round", "in the last, partial round"])
+def test_a_rank_that_diverges_is_cured_in_all_fragments(
+    two: Ranks, at: int, inner_state: str
+) -> None:
+    (fine, first), (cured, second) = two.run(with_nan_among_fragments, at, inner_state)
+    assert fine
+    assert cured
+    assert torch.equal(first, second)
+
+
+def test_buffers_of_one_rank_alone_survive_its_nan() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+    with slipstream.accelerate(model, sgd(model), None, {"local": {"steps": 2}}) as session:
+        for factor in (1.0, torch.nan):
+            session.backward(model(torch.randn(8, 4)).square().mean() * factor)
+            if factor == 1.0:
+                session.step()
+        with pytest.warns(UserWarning, match="infinite or NaN"):
+            session.step()
+        assert bool((model[1].running_var > 0.5).all())
+
+
+def same_outer_with_another_warm_up(saved: int, restored: int) -> bool:
+    state = None
+    for warm_up in (saved, restored):
+        model = build()
+        local = {"steps": 4, "warm_up": warm_up}
+        with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
+            if state is not None:
+                session.restore(state)
+                with session.evaluating():
+                    now = model.state_dict()
+                return all(torch.equal(now[key], value) for key, value in state["model"].items())
+            for update in range(3):
+                session.backward(loss_of(model, 0, update))
+                session.step()
+            state = session.checkpoint()
+    raise AssertionError
+
+
+def test_a_warm_up_may_be_cut_short_and_not_begun_again() -> None:
+    assert same_outer_with_another_warm_up(100, 0)
+    with pytest.raises(UsageError, match="at most 3"):
+        same_outer_with_another_warm_up(0, 100)
+
+
 def overflowing() -> tuple[int, list[bool], Tensor]:
     model = build()
     updated = []
@@ -489,6 +549,16 @@ def test_all_ranks_end_with_the_same_parameters(two: Ranks, updates: int) -> Non
 
 # What is refused.
 
+
+@pytest.mark.parametrize(
+    "settings", [{"stretch": 4}, {"rendezvous": "localhost:1"}], ids=["stretch", "rendezvous"]
+)
+def test_a_loader_that_keeps_ranks_in_step_is_refused(settings: dict[str, Any]) -> None:
+    model = build()
+    with pytest.raises(StrategyError, match="with a loader"):
+        slipstream.accelerate(model, sgd(model), [batch(0, 1)], {"local": settings})
+
+
 REFUSED = {
     "gradients.transport sharded": {"gradients": {"transport": "sharded"}},
     "gradients.transport auto": {"gradients": {"transport": "auto"}},
@@ -556,8 +626,8 @@ def at_different_speeds(stretch: int, delay: int, pauses: tuple[float, float]) -
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_a_faster_rank_makes_more_updates(two: Ranks, delay: int) -> None:
-    fast, slow = two.run(at_different_speeds, 100, delay, (0.002, 0.03))
-    assert fast["updates"] >= 2 * slow["updates"]
+    fast, slow = two.run(at_different_speeds, 100, delay, (0.0, 0.2))
+    assert fast["updates"] > slow["updates"]
     assert fast["met"] == slow["met"] >= 24
     assert torch.equal(fast["found"], slow["found"])
     assert torch.equal(fast["again"], slow["again"])
@@ -583,4 +653,4 @@ def leaves_early() -> tuple[Tensor, int]:
 def test_a_rank_that_ends_early_keeps_nobody_waiting(two: Ranks) -> None:
     (first, met), (second, other) = two.run(leaves_early)
     assert torch.equal(first, second)
-    assert met == other
+    assert met < other  # who goes on counts its own updates, so that its loop ends

@@ -44,6 +44,7 @@ class Islands:
     console: Console
     _jobs: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     _started: int = 0
+    _ends: bool = False
 
     def run(self) -> int:
         """Start them, and return when all have ended: 0, or the code of the last one to fail."""
@@ -80,8 +81,11 @@ class Islands:
 
     def _ended(self, number: int, code: int) -> int:
         if code == 0:
+            self._ends = True  # the run is over, and takes nobody in any more
             return 0
-        again = self.restarts > 0
+        if self._ends and number >= self.count:
+            return 0
+        again = self.restarts > 0 and not self._ends
         then = "another one starts" if again else "the others go on"
         self.console.print(f"island {number} ended with code {code}; {then}")
         if again:

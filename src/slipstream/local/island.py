@@ -15,9 +15,11 @@ import torch.distributed as dist
 from slipstream.cluster.connect import Cluster
 from slipstream.codecs import Ranks
 from slipstream.parallel.dims import ParallelDims
-from slipstream.strategy import HierarchicalConfig, TransportConfig
+from slipstream.strategy import FlatConfig, HierarchicalConfig, TransportConfig
 from slipstream.transport.consistency import collective_errors
+from slipstream.transport.flat import FlatTransport
 from slipstream.transport.hosts import find_hosts
+from slipstream.transport.requests import AllReduce, Broadcast, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +57,18 @@ class Island:
     def average(self, values: torch.Tensor) -> None:
         """Average ``values``, which ranks of the island have apart from each other."""
         if self.groups and len(values):
-            with collective_errors("the average within a host"):
-                dist.all_reduce(values, group=self.groups[0])
+            self._carry_out(AllReduce(values))
             values /= len(self.ranks)
 
     def hand_on(self, values: torch.Tensor) -> None:
         """Let all ranks of the island have the first one's ``values``."""
         if self.groups and len(values):
-            with collective_errors("the end of a meeting within a host"):
-                dist.broadcast(values, group=self.groups[0], group_src=0)
+            self._carry_out(Broadcast(values))
+
+    def _carry_out(self, request: Request) -> None:
+        with collective_errors("a meeting within a host"):
+            for work in FlatTransport(FlatConfig(), self.groups[0]).start(request):
+                work.wait()
 
 
 def find_island(cluster: Cluster, dims: ParallelDims, config: TransportConfig) -> Island:

@@ -50,6 +50,7 @@ class Flight:
         weights: of this rank's change: its updates, and whether it is finite.
         totals: the sums of these over ranks.
         lost: whether this rank's change was not finite.
+        begun, done: whether its exchange has begun, and ended, as all ranks know.
     """
 
     due: int
@@ -61,6 +62,7 @@ class Flight:
     totals: torch.Tensor
     lost: bool = False
     begun: bool = False
+    done: bool = False
 
 
 class Meeting:
@@ -190,7 +192,8 @@ class Meeting:
             change.zero_()
             buffers.copy_(self.buffers)
         weights = torch.zeros(2, dtype=torch.float64, device=self.device)
-        weights[0], weights[1] = (not lost) * weight * len(self._island.ranks), not lost
+        weights[0], weights[1] = (not lost) * weight, not lost
+        weights *= len(self._island.ranks)
         own = buffers.clone()
         self.flight = Flight(due, change, sent, buffers, own, weights, weights.clone(), lost)
 
@@ -219,6 +222,8 @@ class Meeting:
             yield AllReduce(total)
         flight.change.mul_(float(weights[0] / total[0].clamp(min=1)))
         flight.buffers.mul_(float(weights[1] / total[1].clamp(min=1)))
+        if not total[1]:
+            flight.buffers.copy_(self.buffers)
         if not several:
             return
         if self._compressor is None:
@@ -235,10 +240,8 @@ class Meeting:
             else:
                 compressor.commit()
             flight.change.copy_(values[: len(flight.change)])
-        if len(flight.buffers):
+        if len(flight.buffers) and total[1]:
             yield AllReduce(flight.buffers)
-        if not total[1]:
-            flight.buffers.copy_(self.buffers)
 
     def flies(self, due: Callable[[Flight], bool]) -> bool:
         """Whether a change is on its way that is due."""
@@ -249,6 +252,7 @@ class Meeting:
         if self.flight is not None:
             for values in (self.flight.change, self.flight.buffers, self.flight.totals):
                 self._island.hand_on(values)
+            self.flight.done = True
 
     def merge(self, reset: Callable[[nn.Parameter], None]) -> None:
         """End a meeting whose exchange is done.
@@ -281,7 +285,18 @@ class Meeting:
             for piece in self.fragment.pieces:
                 reset(piece.parameter)
 
+    def adopt(self, reset: Callable[[nn.Parameter], None]) -> None:
+        """Go on from what all ranks share: this rank's own is not finite."""
+        self.write(self.outer)
+        self.write_buffers(self.buffers)
+        for piece in self.fragment.pieces:
+            reset(piece.parameter)
+
     # State.
+
+    def fits(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+        """Whether `state` and a rank's `rank_state` are of one moment."""
+        return all(own.get(key, state[key]) == state[key] for key in ("done", "due"))
 
     def state(self) -> dict[str, Any]:
         """State of the outer optimizer, the same on every rank; nothing may be on its way."""
@@ -304,7 +319,14 @@ class Meeting:
         flight = self.flight
         codec = [] if self._compressor is None else [*map(dict, self._compressor.state())]
         sent = None if flight is None else flight.sent.clone()
-        return {"sent": sent, "lost": flight is not None and flight.lost, "codec": codec}
+        due = None if flight is None else flight.due
+        return {
+            "done": self.done,
+            "due": due,
+            "sent": sent,
+            "lost": flight is not None and flight.lost,
+            "codec": codec,
+        }
 
     def load(self, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         """Go on from `state`, and from `rank_state` where this rank has one."""

@@ -48,7 +48,8 @@ class LocalModel(WholeModel):
         assert self.training is not None
         part = super().sharded_optimizer_state_dict()
         ranks = self.training.ranks
-        return {**part, "rank": ranks.rank, "ranks": ranks.count, KEY: self.training.rank_state()}
+        own = {"rank": ranks.rank, "ranks": ranks.count, "island": self.training.island.ranks}
+        return {**part, **own, KEY: self.training.rank_state()}
 
     def load_full_optimizer_state_dict(self, state: dict[str, Any]) -> None:
         """Load this rank's part, if the state has those of all ranks, else a state for all."""
@@ -57,17 +58,21 @@ class LocalModel(WholeModel):
         if parts is None:
             super().load_full_optimizer_state_dict(state)
             return
-        ranks = self.training.ranks
-        if len(parts) != ranks.count and ranks.rank == 0:
+        ranks, island = self.training.ranks, tuple(self.training.island.ranks)
+        known = {tuple(part.get("island", (part["rank"],))) for part in parts}
+        same = len(parts) == ranks.count and island in known
+        if not same and ranks.rank == island[0]:
             warnings.warn(
-                f"the state is of {len(parts)} ranks, this run has {ranks.count}: every rank goes "
+                f"the state is of {len(parts)} ranks, of which {sorted(known)} were exact among "
+                f"themselves; this run has {ranks.count}, of them {list(island)}: every rank goes "
                 "on from the outer parameters, with the optimizer state of one of the old ranks; "
                 "what they did since the last meetings, and what codecs have not sent, is lost",
                 stacklevel=4,
             )
-        part = parts[ranks.rank % len(parts)]
+        # ranks of an island are alike
+        part = parts[(ranks.rank if same else island[0]) % len(parts)]
         super().load_full_optimizer_state_dict(part["optimizer"])
-        self.training.own_state = part[KEY] if len(parts) == ranks.count else None
+        self.training.own_state = part[KEY] if same else None
 
 
 def joined_ranks(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

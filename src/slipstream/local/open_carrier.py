@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from slipstream.codecs import Ranks
-from slipstream.errors import ClusterError
+from slipstream.codecs.compressor import is_finite
+from slipstream.errors import ExchangeError
 from slipstream.local.carrier import Exchange
 from slipstream.local.rendezvous import Rendezvous, View
 from slipstream.pytree import tensors
@@ -22,9 +23,14 @@ from slipstream.transport.flat import FlatTransport
 from slipstream.transport.requests import AllReduce, Broadcast, ExchangeSteps
 from slipstream.transport.transport import run
 
+PART = 4 * 2**20
+"""Bytes of a state that travel at a time."""
+REPEATS = 3
+"""Of one exchange, until islands give up."""
+
 
 class Resident(Protocol):
-    """What lives on an island: a training."""
+    """A training, which lives on an island."""
 
     def save(self) -> Mapping[str, Any]:
         """All that another island needs in order to take part; nothing is on its way."""
@@ -61,6 +67,7 @@ class OpenCarrier:
         self._number = 0  # of exchanges in this view
         self._pending: _Pending | None = None
         self._asked = 0
+        self._repeats = 0  # of an exchange, although nobody was gone
         self.resident: Resident | None = None
 
     # The carrier.
@@ -85,7 +92,7 @@ class OpenCarrier:
                 self._pending = None
                 raise pending.error
             if pending.asked is not None:
-                self._asked, self._pending = pending.asked, None
+                self._asked, self._pending, self._repeats = pending.asked, None, 0
                 return
             self._pending = None
             if self._go_on(pending.label.describe()):
@@ -128,7 +135,11 @@ class OpenCarrier:
 
     def join(self) -> None:
         """Join the islands, and take over their state."""
-        self._enter(self._rendezvous.join(), again=False)
+        self._enter(self._rendezvous.join(trained=False), again=False)
+
+    def same(self, what: str, value: str) -> None:
+        """Refuse something else than the first island has."""
+        self._rendezvous.same(what, value)
 
     def admit(self) -> None:
         self._enter(self._rendezvous.open(self._view.admitting(self._asked)), again=True)
@@ -144,8 +155,9 @@ class OpenCarrier:
                 "again, with what it has done",
                 file=sys.stderr,
             )
-            self._enter(self._rendezvous.join(), again=True)
+            self._enter(self._rendezvous.join(trained=True), again=True)
             return False
+        self._count_repeats(before, view)
         gone = sorted({*before.islands} - {*view.islands})
         if gone and view.islands[0] == self._rendezvous.island:
             print(
@@ -155,6 +167,16 @@ class OpenCarrier:
             )
         return self._enter(view, again=True)
 
+    def _count_repeats(self, before: View, view: View) -> None:
+        """Give up where islands repeat an exchange again and again, although all are there."""
+        self._repeats = self._repeats + 1 if before.islands == view.islands else 0
+        if self._repeats >= REPEATS:
+            raise ExchangeError(
+                f"{REPEATS} times an exchange did not end within half of local.rendezvous.timeout, "
+                "although no island was gone; set it to more than twice the time of the longest "
+                "exchange"
+            )
+
     def _enter(self, view: View, *, again: bool) -> bool:
         """Meet in a view from now on; whether this island is still what it was."""
         assert self.resident is not None
@@ -163,16 +185,17 @@ class OpenCarrier:
             self._view, self._number, self._transport = view, 0, None
             fresh = own in view.fresh
             stays = stays and not fresh
-            if len(view.fresh) == len(view.islands) > 0:
-                raise ClusterError(
-                    "all islands that had the parameters are gone; start again from a checkpoint"
-                )
+            view = self._view = self._rendezvous.led(view)
+            fresh = own in view.fresh
             welcome = _Welcome(self.resident, view, own)
             if self._connect(view) and self._attempt(welcome.exchange) is not None:
                 break
-            view = self._rendezvous.next_view(view)
+            before, view = view, self._rendezvous.next_view(view)
+            self._count_repeats(before, view)
             if own not in view.islands:
-                view, own = self._rendezvous.join(), self._rendezvous.island
+                view, own = self._rendezvous.join(trained=again), self._rendezvous.island
+        self._rendezvous.begun()
+        self._repeats = 0
         if fresh:
             self.resident.settle(welcome.state(), again=again)
         self._view = view = View(view.number, view.islands, view.slots, (), view.asked)
@@ -227,17 +250,19 @@ class _Welcome:
         yield Broadcast(size)
         if not self._is_first:
             self._content = torch.empty(int(size), dtype=torch.uint8)
-        yield Broadcast(self._content)
+        for part in self._content.split(PART):  # each within the time limit
+            yield Broadcast(part)
         # islands whose optimizers keep other things than the first one's keep out of the mean
         like = _values(self._received() if self._is_new else self._own)
         first = torch.tensor([len(like)])
         yield Broadcast(first)
-        counts = torch.tensor([float(not self._is_new and len(like) == int(first))])
+        takes_part = not self._is_new and len(like) == int(first) and is_finite(like)
+        counts = torch.tensor([float(takes_part)])
         self._mean = like if counts else torch.zeros(int(first), dtype=like.dtype)
         yield AllReduce(counts)
-        if len(self._mean):
-            yield AllReduce(self._mean)
-            self._mean /= counts
+        for part in self._mean.split(PART // self._mean.itemsize):
+            yield AllReduce(part)
+        self._mean /= counts
 
     def _received(self) -> dict[str, Any]:
         state: dict[str, Any] = torch.load(
@@ -246,9 +271,11 @@ class _Welcome:
         return state
 
     def state(self) -> dict[str, Any]:
-        """What a new island takes over."""
+        """Build what a new island takes over."""
         state = self._received()
         start = 0
+        if not self._mean.isfinite().all():  # of nobody
+            return state
         for value in _floats(state):
             part = self._mean[start : start + value.numel()]
             value.copy_(part.view(value.shape))
@@ -257,7 +284,7 @@ class _Welcome:
 
 
 def _floats(state: Mapping[str, Any] | None) -> list[torch.Tensor]:
-    """What an optimizer keeps for each value."""
+    """List what an optimizer keeps for each value."""
     assert state is not None
     kept = state["optimizer"]["state"]
     return [value for value in tensors(kept) if value.is_floating_point() and value.dim()]

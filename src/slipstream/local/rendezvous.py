@@ -64,10 +64,22 @@ class View:
     asked: int
 
     @classmethod
-    def first(cls, asked: int) -> View:
+    def first(cls, asked: int, gone: Sequence[int] = ()) -> View:
         """The view of those that begin together; the first one has the state."""
-        islands = tuple(range(1, asked + 1))
-        return cls(1, islands, tuple(range(asked)), islands[1:], asked)
+        islands = tuple(island for island in range(1, asked + 1) if island not in gone)
+        return cls(1, islands, tuple(range(len(islands))), islands[1:], asked)
+
+    def led_by(self, island: int) -> View:
+        """The same view, in which ``island`` comes first, and has the state.
+
+        Example:
+            >>> View(4, (5, 6), (0, 1), (5, 6), 6).led_by(6)
+            View(number=4, islands=(6, 5), slots=(1, 0), fresh=(5,), asked=6)
+        """
+        pairs = [*zip(self.islands, self.slots, strict=True)]
+        pairs.sort(key=lambda pair: pair[0] != island)
+        islands, slots = zip(*pairs, strict=True)
+        return replace(self, islands=islands, slots=slots, fresh=islands[1:])
 
     @classmethod
     def read(cls, document: bytes) -> View:
@@ -157,20 +169,36 @@ class Rendezvous:
 
     # Views.
 
-    def join(self) -> View:
+    def join(self, *, trained: bool) -> View:
         """Ask to join; return when the islands have admitted this one.
 
+        Where none of these is left, one that has ``trained`` goes on by itself.
+
         Raises:
-            ClusterError: too few have come, the run has ended, or the store is gone.
+            ClusterError: too few have come, the run has ended, all that had its state are gone, or
+                the store is.
         """
         with self._asking():
             self.island = self._store.add("asked", 1)
             self._store.set(f"beat/{self.island}", "begins")
+            if trained:
+                self._store.set(f"trained/{self.island}", "yes")
             until = time.monotonic() + JOIN.total_seconds()
+            beats: dict[int, tuple[bytes, float]] = {}
             while not self._store.check([f"admitted/{self.island}"]):
                 asked = self._store.add("asked", 0)
-                if self.island == 1 and asked >= self._config.at_least:
-                    self.open(View.first(asked))
+                view = self._newest()
+                if view is None:
+                    self._begin(asked, beats)
+                elif all(self._is_dead(island, beats, time.monotonic()) for island in view.islands):
+                    if not trained:
+                        raise ClusterError(
+                            f"all islands at {self._config.store} are gone, with what they have "
+                            "learned; start a new store, and go on from a checkpoint"
+                        )
+                    alone = View(view.number + 1, (self.island,), (0,), (), asked)
+                    if self.open(alone).islands == alone.islands:
+                        return alone
                 elif self._store.check(["over"]):
                     raise ClusterError(
                         f"the run at {self._config.store} has ended; start a new store for another"
@@ -185,16 +213,71 @@ class Rendezvous:
             number = int(self._store.get(f"admitted/{self.island}"))
             return self._view(number)
 
+    def _begin(self, asked: int, beats: dict[int, tuple[bytes, float]]) -> None:
+        """Open the first view, if enough are there and no island that came before is alive."""
+        now = time.monotonic()
+        gone = [i for i in range(1, asked + 1) if i != self.island and self._is_dead(i, beats, now)]
+        first = all(island in gone for island in range(1, self.island))
+        if first and asked - len(gone) >= self._config.at_least:
+            self.open(View.first(asked, gone))
+
+    def _newest(self) -> View | None:
+        """The last view that was opened."""
+        if not self._store.check(["newest"]):
+            return None
+        number = int(self._store.get("newest"))
+        while self._store.check([f"view/{number + 1}"]):
+            number += 1
+        return self._view(number)
+
+    def led(self, view: View) -> View:
+        """A view in which one island has the state, where none is left of those that had it: one
+        that trained before it joined again, or any, if nobody has trained yet.
+
+        Raises:
+            ClusterError: there is none.
+        """
+        if len(view.fresh) < len(view.islands):
+            return view
+        with self._asking():
+            for island in view.islands:
+                if self._store.check([f"trained/{island}"]):
+                    return view.led_by(island)
+            if not self._store.check(["begun"]):
+                return view.led_by(view.islands[0])
+        raise ClusterError(
+            "all islands that had the parameters are gone; start a new store, and go on from a "
+            "checkpoint"
+        )
+
+    def begun(self) -> None:
+        """Note that all islands of a view have the same state."""
+        with self._asking():
+            self._store.set("begun", "yes")
+
+    def same(self, what: str, value: str) -> None:
+        """Refuse to take part with something else than the first island has.
+
+        Raises:
+            ClusterError: names it.
+        """
+        with self._asking():
+            first = self._store.compare_set(f"same/{what}", "", value).decode()
+        if first != value:
+            raise ClusterError(
+                f"{what} of this job differs from that of the others at {self._config.store}; "
+                "start all jobs of a run with the same"
+            )
+
     def open(self, view: View) -> View:
         """Propose a view; the first proposal of its number counts."""
         with self._asking():
             found = View.read(
                 self._store.compare_set(f"view/{view.number}", "", json.dumps(asdict(view)))
             )
-            for island in found.fresh:
+            self._store.set("newest", str(found.number))
+            for island in found.islands if found.number == 1 else found.fresh:
                 self._store.set(f"admitted/{island}", str(found.number))
-            if found.number == 1:
-                self._store.set("admitted/1", "1")
             return found
 
     def _view(self, number: int) -> View:
@@ -221,7 +304,8 @@ class Rendezvous:
     def _is_dead(self, island: int, beats: dict[int, tuple[bytes, float]], now: float) -> bool:
         if self._store.check([f"left/{island}"]):
             return True
-        beat = self._store.get(f"beat/{island}")
+        begun = self._store.check([f"beat/{island}"])  # else it has just asked, or died then
+        beat = self._store.get(f"beat/{island}") if begun else b""
         last, since = beats.setdefault(island, (beat, now))
         if beat != last:
             beats[island] = beat, now
@@ -268,14 +352,22 @@ class Rendezvous:
     def close(self, view: View) -> bool:
         """Whether all islands of a view close now; else they are not waited for any longer."""
         with self._asking():
+            key = f"closed/{view.number}"
             if self._store.add(f"closing/{view.number}", 1) == len(view.islands):
-                self._store.set("over", "yes")
-                self._store.set(f"closed/{view.number}", "yes")
+                self._store.compare_set(key, "", "together")
             try:
-                self._store.wait([f"closed/{view.number}"], self._half)
-            except dist.DistStoreError:
-                return False
-        return True
+                self._store.wait([key], self._half)
+            except dist.DistStoreError:  # the time is up
+                self._store.compare_set(key, "", "alone")
+            together = self._store.get(key) == b"together"
+            if together:
+                self.end()
+        return together
+
+    def end(self) -> None:
+        """Note that the run is over: nobody is taken in any more."""
+        with self._asking():
+            self._store.set("over", "yes")
 
     def leave(self) -> None:
         """Take part no longer; the others need not wait for signs of life. Idempotent."""

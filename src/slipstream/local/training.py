@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from slipstream.codecs import Ranks, wire_bytes
+from slipstream.codecs.compressor import is_finite
 from slipstream.errors import ExchangeError, UsageError
 from slipstream.gradients.segments import NamedParameter
 from slipstream.local.carrier import Carrier, Exchange
@@ -227,6 +229,8 @@ class LocalTraining:
     def _hear(self) -> None:
         self._land()
         self._waited = None
+        if self._joined:  # of the others, who have not told it
+            return
         closing, islands = self._closing.tolist()
         assert self._carrier is not None
         # islands that come and go do so without asking the others, but all at once
@@ -262,8 +266,17 @@ class LocalTraining:
             if not meeting.flies(due):  # this island came too late, and has joined again
                 continue
             if self._averages_state(meeting):
-                average_state(meeting, self._optimizer.state, partial(self._average, number))
+                with suppress(_JoinedAgain):
+                    average_state(meeting, self._optimizer.state, partial(self._average, number))
+            if not meeting.flies(due):
+                continue
+            assert meeting.flight is not None
+            lost = meeting.flight.lost
             meeting.merge(self._forget)
+            if lost:  # the rest of this rank is not finite either, or will not be for long
+                for other in self._meetings:
+                    other.adopt(self._forget)
+                self._weights = [0] * len(self._meetings)
 
     def _land(self) -> None:
         """Return when nothing is on its way, in this island either."""
@@ -279,15 +292,27 @@ class LocalTraining:
             raise ExchangeError(self._failure) from error
         self._landed = True
 
-    def _average(self, number: int, values: torch.Tensor) -> None:
-        """Average what islands have apart from each other, by their ranks; nothing else is on its
-        way."""
-        size = len(self.island.ranks)
-        weighted = torch.cat([values * size, values.new_full((1,), size)])
+    def _average(self, number: int, values: torch.Tensor, *, counts: bool = True) -> bool:
+        """Average what islands have apart from each other, by their ranks, but for those of which
+        it does not count; whether there is one. Nothing else is on its way.
+
+        Raises:
+            _JoinedAgain: the others have gone on without this island.
+        """
+        size = len(self.island.ranks) if counts else 0
+        own = values * size if counts else torch.zeros_like(values)
+        weighted = torch.cat([own, values.new_full((1,), size)])
+        joined, self._joined = self._joined, False
         self._begin_exchange(number, partial(_sum_of, weighted, weighted.clone()))
         self._land()
+        if self._joined:
+            raise _JoinedAgain
+        self._joined = joined
         self.island.hand_on(weighted)
+        if not weighted[-1]:
+            return False
         torch.div(weighted[:-1], weighted[-1], out=values)
+        return True
 
     def _label(self, number: int) -> Label:
         names = self._meetings[number].fragment.names
@@ -318,7 +343,9 @@ class LocalTraining:
         first = min(self.updates, self._config.warm_up) * self.ranks.count
         if self._config.auto:
             return self.updates * self.ranks.count
-        return first + (self._meetings[0].counted if self._meetings else 0)
+        # after the last meeting of all ranks each one counts its own
+        own = self._weights[0] if self._last_round else 0
+        return first + own + (self._meetings[0].counted if self._meetings else 0)
 
     # The outer parameters.
 
@@ -349,9 +376,17 @@ class LocalTraining:
 
     # State.
 
+    def _settle_down(self) -> None:
+        """Return when nothing is on its way."""
+        self._land()
+        if self._joined:
+            with torch.no_grad():
+                self._take_turn()
+            self._land()
+
     def state(self) -> dict[str, Any]:
         """State that all ranks have alike: outer parameters, momentum, means not merged yet."""
-        self._land()
+        self._settle_down()
         return {
             "updates": self._position,
             "config": self._config.document(full=True),
@@ -361,7 +396,7 @@ class LocalTraining:
     def rank_state(self) -> dict[str, Any]:
         """State that this rank has alone, its model included."""
         self.check_outside("checkpoint")
-        self._land()
+        self._settle_down()
         model = {k: v.clone() for k, v in self._model.state_dict().items()}
         own = [meeting.rank_state() for meeting in self._meetings]
         scale = self._precision.state_dict()
@@ -381,7 +416,7 @@ class LocalTraining:
         self.check_outside("restore")
         self._land()  # a thread still writes into what is replaced
         saved = None if state is None else LocalConfig.model_validate(state["config"])
-        if state is None or saved is None or saved.auto:
+        if state is None or saved is None or saved.auto or state["updates"] < saved.warm_up:
             self.updates = steps if state is None else state["updates"]
             self._clock = max(self.updates - self._config.warm_up, 0)
             self.own_state = None  # ranks that average gradients have all in common
@@ -397,10 +432,28 @@ class LocalTraining:
                 f"{self._config.fragments}; "
                 "allowed: the same, or session.restore({'model': ...}), which begins new rounds"
             )
+        if state["updates"] < self._config.warm_up:
+            raise UsageError(
+                f"this state has met already, with local.warm_up {saved.warm_up}, and this run "
+                f"would warm up until update {self._config.warm_up}; allowed: at most "
+                f"{state['updates']}"
+            )
         self.updates = state["updates"]
         self._clock = max(self.updates - self._config.warm_up, 0)
         self._waited = None
         own, self.own_state = self.own_state, None
+        pairs = [*zip(self._meetings, state["meetings"], strict=True)]
+        if own is not None and not all(
+            meeting.fits(shared, mine)
+            for (meeting, shared), mine in zip(pairs, own["meetings"], strict=True)
+        ):
+            own = None
+            warnings.warn(
+                f"{self.island.name} was at another meeting than rank 0 when this state was saved, "
+                "as ranks of different speed are: it goes on from the outer parameters; save where "
+                "session.all_updates has changed",
+                stacklevel=4,
+            )
         if own is not None:
             self._model.load_state_dict(own["model"])
             self._weights = [*own["weights"]]
@@ -432,9 +485,25 @@ class LocalTraining:
         self._save, self._restore = WeakMethod(save), WeakMethod(restore)
         assert isinstance(self._carrier, OpenCarrier)
         self._carrier.resident = self
+        shapes = [(t.name, tuple(t.parameter.shape)) for t in self._trained]
+        own = self._config.model_copy(update={"rendezvous": None}).document(full=True)
+        self._carrier.same("strategy local or model", repr((own, shapes)))
         self._carrier.join()
         with torch.no_grad():
             self._take_turn()
+
+    def check_restore(self) -> None:
+        """Refuse to restore what other jobs do not have.
+
+        Raises:
+            UsageError: they have trained already.
+        """
+        if self._carrier is not None and not self._carrier.fixed and self.updates:
+            raise UsageError(
+                f"restore() at update {self.updates} of jobs that come and go: this one has their "
+                "state, and they would not have this; write: if session.updates == 0: "
+                "session.restore(...), and let all jobs of a start restore the same"
+            )
 
     def save(self) -> dict[str, Any]:
         """Save this rank's session, for one that joins."""
@@ -451,7 +520,14 @@ class LocalTraining:
             assert restore is not None
             restore(state)
             return
-        lags = [meeting.outer.to(meeting.device) - meeting.read() for meeting in self._meetings]
+        lags = []
+        for number, meeting in enumerate(self._meetings):
+            flight, base = meeting.flight, meeting.outer.to(meeting.device)
+            if flight is not None and flight.done:  # the others have merged it
+                base = flight.sent
+            elif flight is not None:
+                self._weights[number] += int(flight.weights[0])
+            lags.append(base - meeting.read())
         self.load(state["session"]["local"], self.updates)
         for meeting, lag in zip(self._meetings, lags, strict=True):
             meeting.write(meeting.outer.to(meeting.device) - lag)
@@ -484,8 +560,14 @@ class LocalTraining:
             buffers = meeting.read_buffers()
             self.island.average(buffers)
             both = torch.cat([mine, buffers])
+            finite = is_finite(both)
             if self._carrier is not None or self.ranks.count > 1:
-                self._average(number, both)
+                try:
+                    finite = self._average(number, both, counts=finite)
+                except _JoinedAgain:
+                    finite = False
+            if not finite:
+                both = torch.cat([meeting.outer.to(meeting.device), meeting.buffers])
             meeting.write(both[: len(mine)])
             meeting.write_buffers(both[len(mine) :])
 
@@ -502,7 +584,7 @@ class LocalTraining:
         if not self._last_round:
             self._tell(closing=True)
             self._hear()
-        return self._last_round
+        return self._last_round and self._carrier.close()
 
     def abandon(self) -> None:
         """After an error the other ranks may not be there to meet."""
@@ -526,6 +608,10 @@ class LocalTraining:
         note = f"{len(self._meetings)} fragments, {rate} in place of gradients"
         note += f"; {self._why}" if self._why else ""
         return [Row("local", f"{done} meetings", note, "lossy")]
+
+
+class _JoinedAgain(Exception):
+    """The other islands have gone on without this one, which has joined them again since."""
 
 
 def _sum_of(values: torch.Tensor, own: torch.Tensor) -> ExchangeSteps:

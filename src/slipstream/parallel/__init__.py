@@ -4,10 +4,9 @@
 training loops.
 """
 
-from typing import TYPE_CHECKING
-
 from slipstream.analysis.stages import measured_bubble as measured_bubble
 from slipstream.parallel.pipeline.balance import balance as balance
+from slipstream.parallel.pipeline.pipeline import Pipeline as Pipeline
 from slipstream.parallel.pipeline.schedules import ideal_bubble as ideal_bubble
 from slipstream.parallel.tensor.loss import vocabulary_cross_entropy as vocabulary_cross_entropy
 from slipstream.parallel.tensor.plans import known_plan as known_plan
@@ -15,15 +14,3 @@ from slipstream.parallel.tensor.split import (
     SplitLayers as SplitLayers,
     split_layers as split_layers,
 )
-
-if TYPE_CHECKING:
-    from slipstream.parallel.pipeline.pipeline import Pipeline as Pipeline
-
-
-def __getattr__(name: str) -> object:
-    if name != "Pipeline":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # only when it is used: torch's pipelines import its compiler, for seconds
-    from slipstream.parallel.pipeline.pipeline import Pipeline
-
-    return Pipeline

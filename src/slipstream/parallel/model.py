@@ -19,6 +19,7 @@ from slipstream.parallel.checks import cut_of
 from slipstream.parallel.clip import clip_grad_norm_
 from slipstream.parallel.dims import ParallelDims, gather_objects
 from slipstream.parallel.part_of_model import PartOfModel
+from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.parallel.tensor.plans import plan_of
 from slipstream.parallel.tensor.split import SplitLayers, split_layers
 from slipstream.parallel.whole_model import WholeModel
@@ -53,9 +54,6 @@ class ModelParallel(WholeModel):
         if config.tensor is not None:
             self.split = split_layers(model, dims.tensor, plan_of(config.tensor, model), optimizer)
         if config.pipeline is not None:
-            # imports torch's compiler, for seconds
-            from slipstream.parallel.pipeline.pipeline import Pipeline
-
             settings = config.pipeline.model_dump(exclude={"ranks", "cut"})
             self.pipeline = Pipeline(model, dims.pipeline, cut=cut, recorder=recorder, **settings)
         self._part: PartOfModel | None = None

@@ -18,6 +18,7 @@ from slipstream.cluster.connect import Cluster
 from slipstream.errors import UsageError
 from slipstream.fusion.checks import useful_settings
 from slipstream.fusion.optimizer import FusedOptimizer
+from slipstream.local.checks import check_loader
 from slipstream.local.model import LocalModel
 from slipstream.memory import offload, recompute
 from slipstream.parallel.dims import ParallelDims
@@ -89,6 +90,7 @@ def compose(
     If a step raises, model and optimizer are restored, except for values broadcast from the first
     rank. A model that ranks share stays sharded: the other ranks may not be there to gather it.
     """
+    check_loader(strategy, loader)
     with HandleStack() as handles:
         modules = [*model.modules()]  # as the user made them: some are replaced
         _accelerated.update(modules)

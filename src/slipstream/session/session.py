@@ -73,14 +73,23 @@ class Session(Generic[M, O]):
         atexit.register(self.__exit__, SystemExit, SystemExit(), None)
 
     def join_others(self, local: LocalTraining, jobs: int) -> None:
-        """Join jobs that come and go, and take over a share of the data of at least ``jobs``;
+        """Join jobs that come and go, and take over a share of the data of ``jobs``;
         ``accelerate()`` does."""
         try:
-            local.join(self.checkpoint, self.restore)
+            local.join(self._state_for_others, self._restore)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
-        self.data_rank, self.data_size = local.slot, max(jobs, local.slot + 1)
+        self.data_rank, self.data_size = local.slot % jobs, jobs
+
+    def _state_for_others(self) -> dict[str, Any]:
+        """Collect all that a job takes over which joins; gradients of an open update stay here."""
+        whole = self._sharding.model
+        return {
+            "model": whole.full_state_dict(),
+            "optimizer": whole.full_optimizer_state_dict(),
+            "session": self._state.state(self._loop.steps),
+        }
 
     # The loop.
 
@@ -356,7 +365,11 @@ class Session(Generic[M, O]):
             MismatchError: ranks load different states.
         """
         self._must_be_open("restore")
-        state = joined(state)
+        if self._loop.local is not None:
+            self._loop.local.check_restore()
+        self._restore(joined(state))
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
         self._must_have_no_gradients("restore")
         if "session" in state:  # before anything is loaded
             self._state.check(state["session"])
@@ -485,8 +498,12 @@ class Session(Generic[M, O]):
         loop, cluster = self._loop, self._cluster
         if error[0] is None and loop.failed:  # an error that the script has caught
             error = (UsageError, UsageError("the ranks are out of step"), None)
+        broken: BaseException | None = None
         if error[0] is None and loop.local is not None:
-            loop.settle()  # an update that the script has skipped at the end counts for a meeting
+            try:  # an update that the script has skipped at the end counts for a meeting
+                loop.settle()
+            except BaseException as failure:
+                error, broken = (type(failure), failure, None), failure
         complaint = loop.complaint() if error[0] is None else None
         in_flight, self._last_segments = loop.engine.in_flight, loop.engine.segments
         self._skipped = loop.skipped
@@ -498,6 +515,8 @@ class Session(Generic[M, O]):
             del loop, self._loop, self._state, self._sharding, self._cluster
             if not in_flight:  # freeing a group that waits for a peer hangs
                 cluster.close()
+        if broken is not None:
+            raise broken
         if isinstance(complaint, Exception):
             raise complaint
         if complaint is not None:

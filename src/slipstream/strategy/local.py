@@ -19,7 +19,7 @@ CHOSEN = ("steps", "fragments", "delay", "codec")
 
 
 class RendezvousConfig(Setting):
-    """Where jobs meet that come and go; each is an island, and is started by itself.
+    """The place at which jobs meet that come and go; each is an island, and is started by itself.
 
     Example:
         >>> RendezvousConfig(store="node0:29400").at_least

@@ -1,4 +1,5 @@
-"""How choices take turns while a training runs. Imports no torch: the command line says it, too."""
+"""Numbers of the turns that choices take while a training runs. Imports no torch, as the command
+line says them, too."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,14 +27,17 @@ from slipstream.comm.groups import group_of
 from slipstream.errors import ExchangeError, ModelError, SlipstreamError, UsageError
 from slipstream.parallel.pipeline import schedules
 from slipstream.parallel.pipeline.micro_batches import MicroBatch, micro_batches
-from slipstream.parallel.pipeline.schedules import Schedule, ScheduleName
+from slipstream.parallel.pipeline.schedules import ScheduleName
 from slipstream.parallel.pipeline.shape_inference import device_of, sequential_forward
 from slipstream.parallel.pipeline.split_points import SplitPoints
-from slipstream.parallel.pipeline.stage_module import CurrentBatch, LossFn, StageModule, TimedStage
+from slipstream.parallel.pipeline.stage_module import CurrentBatch, LossFn, StageModule, timed_stage
 from slipstream.parallel.pipeline.stage_parameters import StageParameters
 from slipstream.parallel.pipeline.stages import Stages
 from slipstream.trace.recorder import Recorder
 from slipstream.transport.consistency import agree, collective_errors
+
+if TYPE_CHECKING:
+    from slipstream.parallel.pipeline.schedules import Schedule
 
 
 class Pipeline:
@@ -242,7 +245,7 @@ class Pipeline:
         self._schedule = modules[0]
         if self._group.size > 1:
             given = (self._device, self._group.members, self._recorder)
-            stages = [TimedStage(module, *given) for module in modules]
+            stages = [timed_stage(module, *given) for module in modules]
             self._schedule = schedules.make_schedule(self.schedule, stages, self.micro_batches)
         self._signature = signature
 

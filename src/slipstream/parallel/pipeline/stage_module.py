@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
 
 from slipstream.parallel.pipeline.micro_batches import MicroBatch
 from slipstream.parallel.pipeline.stages import Returned, Stages
 from slipstream.trace.event import STAGE_BACKWARD, STAGE_FORWARD, STAGE_WEIGHT
 from slipstream.trace.recorder import Recorder
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
@@ -105,8 +108,13 @@ class StageModule(nn.Module):
         return loss * batch.scale
 
 
-class TimedStage(PipelineStage):
-    """torch's ``PipelineStage`` with known shapes; records a span for each forward and backward.
+def timed_stage(
+    module: StageModule,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    recorder: Recorder | None,
+) -> PipelineStage:
+    """torch's ``PipelineStage`` with known shapes; records a span a forward and backward.
 
     Args:
         module: the stage.
@@ -114,38 +122,49 @@ class TimedStage(PipelineStage):
         group: of the pipeline.
         recorder: None: no spans are recorded.
     """
+    made: PipelineStage = _timed_stage()(module, device, group, recorder)
+    return made
 
-    def __init__(
-        self,
-        module: StageModule,
-        device: torch.device,
-        group: dist.ProcessGroup,
-        recorder: Recorder | None,
-    ) -> None:
-        # Without shapes torch would infer them by a run on uninitialised memory, which would end up
-        # in the running statistics of batch norm.
-        shapes = (tuple(module.receives), (module.sends,))
-        super().__init__(module, module.stage, module.num_stages, device, *shapes, group=group)
-        self._recorder = recorder
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._span(STAGE_FORWARD, fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+@cache
+def _timed_stage() -> type[Any]:
+    """Define its class; late, as torch's pipelines import its compiler, which takes seconds."""
+    from torch.distributed.pipelining import PipelineStage
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        with self._span(STAGE_BACKWARD, bwd_chunk_id):
-            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+    class TimedStage(PipelineStage):
+        def __init__(
+            self,
+            module: StageModule,
+            device: torch.device,
+            group: dist.ProcessGroup,
+            recorder: Recorder | None,
+        ) -> None:
+            # Without shapes torch would infer them by a run on uninitialised memory, which would
+            # end up in the running statistics of batch norm.
+            shapes = (tuple(module.receives), (module.sends,))
+            super().__init__(module, module.stage, module.num_stages, device, *shapes, group=group)
+            self._recorder = recorder
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        with self._span(STAGE_WEIGHT, bwd_chunk_id):
-            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+            with self._span(STAGE_FORWARD, fwd_chunk_id):
+                return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    @contextmanager
-    def _span(self, name: str, micro_batch: int) -> Iterator[None]:
-        if self._recorder is None or not self._recorder.active:
+        def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+            with self._span(STAGE_BACKWARD, bwd_chunk_id):
+                super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+        def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+            with self._span(STAGE_WEIGHT, bwd_chunk_id):
+                super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+        @contextmanager
+        def _span(self, name: str, micro_batch: int) -> Iterator[None]:
+            if self._recorder is None or not self._recorder.active:
+                yield
+                return
+            start = self._recorder.stamp(self.device)
             yield
-            return
-        start = self._recorder.stamp(self.device)
-        yield
-        end, stage = self._recorder.stamp(self.device), self.stage_index
-        self._recorder.add(name, start, end, stage=stage, micro_batch=micro_batch)
+            end, stage = self._recorder.stamp(self.device), self.stage_index
+            self._recorder.add(name, start, end, stage=stage, micro_batch=micro_batch)
+
+    return TimedStage
