@@ -19,7 +19,7 @@ from typing import Any
 from slipstream.cli.store import open_store
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT = 10.0
+TIMEOUT = 60.0
 """Seconds after which jobs go on without one that is silent; as in job.py."""
 
 

@@ -50,7 +50,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    rendezvous = {"store": store, "at_least": 2, "timeout": 10, **settings.pop("rendezvous", {})}
+    rendezvous = {"store": store, "at_least": 2, "timeout": 60, **settings.pop("rendezvous", {})}
     local = {"steps": 4, "rendezvous": rendezvous, **settings}
     longest = 0.0
     with slipstream.accelerate(model, optimizer, None, {"local": local}) as session:
