@@ -44,7 +44,7 @@ def run(*command: str, **env: str) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=170,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
