@@ -34,7 +34,7 @@ def slipstream(folder: Path, *words: str, **variables: str) -> subprocess.Comple
         env=environ | {"COLUMNS": "100"} | variables,
         text=True,
         capture_output=True,
-        timeout=120,
+        timeout=170,
     )
 
 

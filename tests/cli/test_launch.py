@@ -111,7 +111,7 @@ def launch(folder: Path, script: str, *options: str, **variables: str) -> tuple[
     """Exit code, stdout and stderr of ``slipstream launch OPTIONS``, logging to ``folder/logs``."""
     command = [*SLIPSTREAM, "launch", "--log-dir", "logs", *options]
     process = start(command, folder, script, **variables)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=150)
     return process.returncode, out, err
 
 
@@ -265,6 +265,6 @@ def test_the_same_script_runs_without_the_launcher(
     tmp_path: Path, command: list[str], said: list[str]
 ) -> None:
     process = start([*command, "script.py"], tmp_path, SUM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=150)
     assert process.returncode == 0, err
     assert sorted(out.splitlines()) == said

@@ -23,6 +23,10 @@ TIMEOUT = 60.0
 """Seconds after which jobs go on without one that is silent; as in job.py."""
 
 
+ENDLESS = 10**6
+"""Updates; `Jobs.end_soon` ends them."""
+
+
 class Jobs:
     """Jobs of one run, and its store."""
 
@@ -61,6 +65,13 @@ class Jobs:
             assert time.monotonic() < until, self.logs()
             time.sleep(0.02)
 
+    def end_soon(self) -> None:
+        """Let all jobs end at the same update, some way on."""
+        last = max(map(self.updates, self.running)) + 100
+        part = self.folder / "end.part"
+        part.write_text(str(last))
+        part.rename(self.folder / "end")
+
     def kill(self, job: subprocess.Popen[bytes]) -> None:
         job.kill()
         job.wait()
@@ -91,7 +102,7 @@ def survive(kills: int, jobs: int, seed: int) -> tuple[float, float]:
             quiet.start()
         expected = fmean(one["loss"] for one in quiet.end(600))
     with tempfile.TemporaryDirectory() as folder:
-        run = Jobs(Path(folder), updates, 0.05)
+        run = Jobs(Path(folder), ENDLESS, 0.05)
         for _ in range(jobs):
             run.start()
         for number in range(kills):
@@ -102,6 +113,7 @@ def survive(kills: int, jobs: int, seed: int) -> tuple[float, float]:
             newcomer = run.start()
             run.wait_for(1, newcomer)  # it trains again
             print(f"{number + 1} killed and back", file=sys.stderr)
+        run.end_soon()
         found = run.end(600)
     assert all(one["longest"] < TIMEOUT for one in found), found
     assert len({one["parameters"] for one in found}) == 1, found

@@ -1,6 +1,7 @@
 """A job that comes and goes: python -m tests.local.job STORE FOLDER UPDATES [SECONDS] [SETTINGS].
 
-Trains the next byte of text; writes its held-out loss, and the outer parameters, into FOLDER.
+Ends after UPDATES, or after as many as the file ``end`` in FOLDER says. Trains the next byte of
+text; writes its held-out loss, and the outer parameters, into FOLDER.
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ def loss_of(model: nn.Module, seed: int) -> Tensor:
     return nn.functional.cross_entropy(model(inputs), target)
 
 
+def last_update(folder: Path, updates: int) -> int:
+    end = folder / "end"
+    return int(end.read_text()) if end.exists() else updates
+
+
 def main() -> None:
     """Train from where the run is to its end."""
     store, folder, updates = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
@@ -56,13 +62,15 @@ def main() -> None:
     with slipstream.accelerate(model, optimizer, None, {"local": local}) as session:
         begun = session.updates
         print(f"begins at {begun} with share {session.data_rank}", flush=True)
-        for update in range(begun, updates):
+        update = begun
+        while update < last_update(folder, updates):
             before = time.monotonic()
             session.backward(loss_of(model, 1000 * update + session.data_rank))
             session.step()
             longest = max(longest, time.monotonic() - before)
             time.sleep(seconds)
-            (folder / f"{os.getpid()}.updates").write_text(str(update + 1))
+            update += 1
+            (folder / f"{os.getpid()}.updates").write_text(str(update))
     found = {
         "begun": begun,
         "loss": torch.stack([loss_of(model, -seed) for seed in range(1, 9)]).mean().item(),
