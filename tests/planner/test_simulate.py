@@ -316,11 +316,12 @@ def test_every_plan_takes_at_least_its_compute_and_leaves_sound_events(
     seconds = predict(work, plan, network)
     passes = work.data_wait + (1 + recompute_share) * work.forward + work.backward
     assert seconds >= (plan.accumulate * passes + work.other).max()
-    trace = simulate(work, plan, network, 2)
+    # ranks that decode late catch up step by step
+    trace = simulate(work, plan, network, 2 if codec is None else 12)
     segments = len(plan.cuts) * (2 if transport == "sharded" else 1)
     iterations = timeline(trace.events)
-    exact = 1e-6 if codec is None else 1e-3  # ranks that decode late catch up step by step
-    assert max(one.duration for one in iterations) == pytest.approx(seconds, rel=exact)
+    exact, settled = (1e-6, iterations) if codec is None else (1e-3, iterations[-4:])
+    assert max(one.duration for one in settled) == pytest.approx(seconds, rel=exact)
     for one in iterations:
         parts = breakdown(one).parts
         spent = (parts.data_wait, parts.forward, parts.backward, parts.exposed, parts.optimizer)
