@@ -38,6 +38,9 @@ class Resident(Protocol):
     def settle(self, state: Mapping[str, Any], *, again: bool) -> None:
         """Go on from another island's state; ``again``: with what this one has done since."""
 
+    def drop(self) -> None:
+        """Take back what is on its way and that the others have gone on without."""
+
     def meet_as(self, islands: Ranks, slot: int) -> None:
         """Be one of so many from now on, with a share of the data."""
 
@@ -155,6 +158,8 @@ class OpenCarrier:
                 "again, with what it has done",
                 file=sys.stderr,
             )
+            assert self.resident is not None
+            self.resident.drop()
             self._enter(self._rendezvous.join(trained=True), again=True)
             return False
         self._count_repeats(before, view)
@@ -183,16 +188,17 @@ class OpenCarrier:
         own, stays = self._rendezvous.island, True
         while True:
             self._view, self._number, self._transport = view, 0, None
-            fresh = own in view.fresh
-            stays = stays and not fresh
             view = self._view = self._rendezvous.led(view)
             fresh = own in view.fresh
+            stays = stays and not fresh
             welcome = _Welcome(self.resident, view, own)
             if self._connect(view) and self._attempt(welcome.exchange) is not None:
                 break
             before, view = view, self._rendezvous.next_view(view)
             self._count_repeats(before, view)
             if own not in view.islands:
+                stays = False
+                self.resident.drop()
                 view, own = self._rendezvous.join(trained=again), self._rendezvous.island
         self._rendezvous.begun()
         self._repeats = 0
@@ -233,7 +239,6 @@ class _Welcome:
     def __init__(self, resident: Resident, view: View, own: int) -> None:
         self.newcomers = view.fresh
         self._is_new, self._is_first = own in view.fresh, own == view.islands[0]
-        self._known = len(view.islands) - len(view.fresh)
         self._own = resident.save() if view.fresh and not self._is_new else None
         self._content = torch.empty(0, dtype=torch.uint8)
         self._mean = torch.empty(0)

@@ -15,7 +15,7 @@ from torch import nn
 
 from slipstream.codecs import Ranks, wire_bytes
 from slipstream.codecs.compressor import is_finite
-from slipstream.errors import ExchangeError, UsageError
+from slipstream.errors import ClusterError, ExchangeError, UsageError
 from slipstream.gradients.segments import NamedParameter
 from slipstream.local.carrier import Carrier, Exchange
 from slipstream.local.engine import LocalEngine
@@ -287,7 +287,7 @@ class LocalTraining:
                 self._carrier.wait()
             for meeting in self._meetings:
                 meeting.landed()
-        except ExchangeError as error:
+        except (ExchangeError, ClusterError) as error:
             self._failure = f"{self._at}: {error}; another rank is gone, or has left the loop"
             raise ExchangeError(self._failure) from error
         self._landed = True
@@ -521,16 +521,22 @@ class LocalTraining:
             restore(state)
             return
         lags = []
-        for number, meeting in enumerate(self._meetings):
+        for meeting in self._meetings:
             flight, base = meeting.flight, meeting.outer.to(meeting.device)
             if flight is not None and flight.done:  # the others have merged it
                 base = flight.sent
-            elif flight is not None:
-                self._weights[number] += int(flight.weights[0])
             lags.append(base - meeting.read())
         self.load(state["session"]["local"], self.updates)
         for meeting, lag in zip(self._meetings, lags, strict=True):
             meeting.write(meeting.outer.to(meeting.device) - lag)
+
+    def drop(self) -> None:
+        """Take back a change that the others have gone on without: it is a part of the next."""
+        self._joined = True
+        for number, meeting in enumerate(self._meetings):
+            if meeting.flight is not None and not meeting.flight.done:
+                self._weights[number] += int(meeting.flight.weights[0])
+                meeting.flight = None
 
     def meet_as(self, islands: Ranks, slot: int) -> None:
         """Be one of so many islands from now on."""
