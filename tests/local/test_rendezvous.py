@@ -25,12 +25,15 @@ from slipstream.cli.islands import run_islands
 from slipstream.cli.store import open_store
 from slipstream.errors import ClusterError, LaunchError, StrategyError, UsageError
 from slipstream.local import rendezvous
+from slipstream.local.model import LocalModel
+from slipstream.local.open_training import OpenTraining
 from slipstream.local.rendezvous import Rendezvous, View
 from slipstream.strategy import RendezvousConfig, Strategy
 from tests.harness.ranks import Ranks
 from tests.local import comings, job
 from tests.local.comings import ENDLESS, TIMEOUT, Jobs
 from tests.local.reference import flat
+from tests.local.test_training import build, loss_of, sgd
 
 pytestmark = pytest.mark.process
 
@@ -294,3 +297,24 @@ def test_restoring_what_other_jobs_do_not_have_is_refused() -> None:
         session.backward(job.loss_of(model, 2))
         session.step()
         assert session.all_updates == 2
+
+
+def test_a_change_that_others_went_on_without_is_taken_back() -> None:
+    model = build()
+    store = open_store(0)
+    place = {"store": f"127.0.0.1:{store.port}", "at_least": 1}
+    local = {"steps": 4, "delay": 2, "rendezvous": place}
+    with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
+        for update in range(4):
+            session.backward(loss_of(model, 0, update))
+            session.step()
+        whole = session._sharding.model
+        assert isinstance(whole, LocalModel)
+        assert isinstance(whole.training, OpenTraining)
+        [meeting] = whole.training._meetings
+        assert meeting.flight is not None
+        own = flat(model.parameters())
+        whole.training.drop()
+        assert meeting.flight is None
+        assert whole.training._weights == [4]
+        assert torch.equal(flat(model.parameters()), own)

@@ -654,22 +654,3 @@ def test_a_rank_that_ends_early_keeps_nobody_waiting(two: Ranks) -> None:
     (first, met), (second, other) = two.run(leaves_early)
     assert torch.equal(first, second)
     assert met < other  # who goes on counts its own updates, so that its loop ends
-
-
-def test_a_change_that_others_went_on_without_is_taken_back() -> None:
-    model = build()
-    local = {"steps": 4, "delay": 2}
-    with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
-        for update in range(4):
-            session.backward(loss_of(model, 0, update))
-            session.step()
-        whole = session._sharding.model
-        assert isinstance(whole, LocalModel)
-        assert whole.training is not None
-        [meeting] = whole.training._meetings
-        assert meeting.flight is not None
-        own = flat(model.parameters())
-        whole.training.drop()
-        assert meeting.flight is None
-        assert whole.training._weights == [4]
-        assert torch.equal(flat(model.parameters()), own)

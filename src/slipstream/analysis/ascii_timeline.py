@@ -12,6 +12,7 @@ from slipstream.trace.timeline import Iteration
 _LETTERS = {DATA_WAIT: "d", FORWARD: "f", BACKWARD: "b", OPTIMIZER: "o"}
 _STYLES = {"d": "red", "f": "green", "b": "cyan", "o": "magenta"}
 _LEGEND = "d data wait, f forward, b backward, o optimizer, v buffers, 1-9 exchange"
+_MEETINGS = ", m meeting"
 _LABEL = 10
 
 
@@ -19,8 +20,8 @@ def ascii_timeline(iteration: Iteration, width: int = 80) -> Text:
     """The iteration as a drawing ``width`` columns wide, with time from left to right.
 
     The row ``compute`` shows letters, the row ``exchange`` the last digit of the segment's number
-    (``v``: buffers). Exchanges that overlap each other take further rows. Every span gets at least
-    one column.
+    (``v``: buffers, ``m``: a meeting). Exchanges that overlap each other take further rows. Every
+    span gets at least one column.
 
     Example:
         >>> from slipstream.trace.timeline import timeline
@@ -41,12 +42,12 @@ def ascii_timeline(iteration: Iteration, width: int = 80) -> Text:
     drawing.append(f"{format_seconds(iteration.duration)}\n")
     compute = [event for event in iteration.events if event.name in _LETTERS]
     drawing.append_text(_row("compute", compute, iteration, width))
-    exchanges = iteration.exchanges
+    exchanges = (*iteration.exchanges, *iteration.meetings)
     lane_of = lanes([(event.start, event.end) for event in exchanges])
     for lane in range(max(lane_of, default=-1) + 1):
         in_lane = [event for event, at in zip(exchanges, lane_of, strict=True) if at == lane]
         drawing.append_text(_row("" if lane else "exchange", in_lane, iteration, width))
-    return drawing.append(_LEGEND, style="dim")
+    return drawing.append(_LEGEND + _MEETINGS * bool(iteration.meetings), style="dim")
 
 
 def _row(label: str, events: list[Event], iteration: Iteration, width: int) -> Text:
@@ -58,7 +59,9 @@ def _row(label: str, events: list[Event], iteration: Iteration, width: int) -> T
         first = min(max(int((event.start - iteration.start) * scale + 0.5), 0), columns - 1)
         last = min(int((event.end - iteration.start) * scale + 0.5), columns)
         order = exchange_order(event.name)  # of buffers: 0
-        letter = _LETTERS[event.name] if order is None else str(order % 10) if order else "v"
+        letter = (
+            _LETTERS.get(event.name, "m") if order is None else str(order % 10) if order else "v"
+        )
         cells[first : max(last, first + 1)] = letter * max(last - first, 1)
     text = Text(f"{label:<{_LABEL - 1}}|")
     for cell in cells:

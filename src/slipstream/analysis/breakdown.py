@@ -15,7 +15,15 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from slipstream.errors import TraceError
-from slipstream.trace.event import BACKWARD, DATA_WAIT, FORWARD, OPTIMIZER, Event, exchange_order
+from slipstream.trace.event import (
+    BACKWARD,
+    DATA_WAIT,
+    FORWARD,
+    MEETING_WAIT,
+    OPTIMIZER,
+    Event,
+    exchange_order,
+)
 from slipstream.trace.intervals import Intervals, length, subtract, union
 from slipstream.trace.timeline import Iteration
 
@@ -26,7 +34,8 @@ class IterationParts:
 
     ``data_wait + forward + backward + exposed + optimizer + other == iteration``. Time covered by
     several spans counts once: as forward, else backward, else exchange, else optimizer, else wait
-    for data. So ``exposed`` is the time in which an exchange ran without compute beside it.
+    for data. So ``exposed`` is the time in which an exchange ran without compute beside it, or in
+    which a rank waited for one of a meeting.
     ``other`` is time in which nothing that is recorded ran. ``tail``, from the end of backward to
     the end of the last exchange, overlaps these parts.
     """
@@ -82,7 +91,9 @@ def breakdown(iteration: Iteration) -> Breakdown:
     covers = {  # in the order in which time covered by several counts
         "forward": iteration.during(FORWARD),
         "backward": iteration.during(BACKWARD),
-        "exposed": union((event.start, event.end) for event in exchanges),
+        "exposed": union(
+            [*((event.start, event.end) for event in exchanges), *iteration.during(MEETING_WAIT)]
+        ),
         "optimizer": iteration.during(OPTIMIZER),
         "data_wait": iteration.during(DATA_WAIT),
     }

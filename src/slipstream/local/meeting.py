@@ -21,14 +21,15 @@ island, they have one change, and are one rank here.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from slipstream.codecs import Compressor, make_compressor
+from slipstream.codecs import Compressor, make_compressor, wire_bytes
 from slipstream.codecs.compressor import is_finite
 from slipstream.errors import UsageError
 from slipstream.local.fragments import Fragment
@@ -348,7 +349,8 @@ class Meeting:
         if self._compressor is not None and own is not None and own["codec"]:
             self._compressor.load(own["codec"])
 
-    @property
-    def wire_shapes(self) -> Sequence[torch.Tensor]:
-        """The pieces, as a codec counts their bytes."""
-        return [piece.values for piece in self.fragment.pieces]
+    @cached_property
+    def sent_bytes(self) -> int:
+        """Bytes of a change, as its codec sends it."""
+        pieces = [piece.values.to(self.dtype) for piece in self.fragment.pieces]
+        return sum(wire_bytes(self._config.codec, piece) for piece in pieces)

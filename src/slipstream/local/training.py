@@ -8,27 +8,29 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 from torch import nn
 
-from slipstream.codecs import Ranks, wire_bytes
+from slipstream.codecs import Ranks
 from slipstream.codecs.compressor import is_finite
-from slipstream.errors import ClusterError, ExchangeError, UsageError
+from slipstream.errors import ExchangeError, UsageError
 from slipstream.gradients.segments import NamedParameter
-from slipstream.local.carrier import Carrier, Exchange
+from slipstream.local.carrier import Carrier
 from slipstream.local.engine import LocalEngine
+from slipstream.local.exchanges import IslandExchanges, JoinedAgain
 from slipstream.local.fragments import cut
 from slipstream.local.inner_state import average_state
+from slipstream.local.island import Island
 from slipstream.local.meeting import Flight, Meeting
-from slipstream.local.open_carrier import OpenCarrier
+from slipstream.local.pace import Pace
 from slipstream.local.schedule import MeetingSchedule
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.strategy import LocalConfig, Row
 from slipstream.strategy.local import CHOSEN
+from slipstream.trace.event import meeting_span
+from slipstream.trace.recorder import Recorder
 from slipstream.transport.channel import Label
-from slipstream.transport.requests import AllReduce, ExchangeSteps
 
 
 class LocalTraining:
@@ -42,15 +44,14 @@ class LocalTraining:
         engine: averages gradients while ranks warm up, and those of this island from then on.
         carrier: brings changes from island to island; None: this rank meets no other.
         precision: has the loss scale, which ranks change on their own.
+        recorder: gets a span for each exchange, and each wait for one.
         at: names this rank in an error.
 
     Attributes:
         ranks: that share the data.
-        island: of this rank.
         updates: of this rank, skipped ones included.
         evaluates: inside `evaluating`.
         own_state: `rank_state` of a checkpoint under way; None: there is none.
-        slot: the share of the data of this job, among jobs that come and go.
     """
 
     def __init__(
@@ -63,24 +64,21 @@ class LocalTraining:
         engine: LocalEngine,
         carrier: Carrier | None,
         precision: ModelPrecision,
+        recorder: Recorder | None,
         at: str,
     ) -> None:
-        self._model, self._optimizer, self._at = model, optimizer, at
+        self._model, self._optimizer = model, optimizer
         self._trained, self.ranks, self._engine = tuple(trained), ranks, engine
-        self.island = engine.island
         self._carrier, self._precision = carrier, precision
+        device = self._trained[0].parameter.device
+        self._exchanges = IslandExchanges(
+            carrier, engine.island, device, self._landed, recorder, at
+        )
+        self._pace = Pace(config.stretch, self._exchanges, device)
         self._use(config)
         self._undecided, self._why = config.auto, ""
-        self._failure: str | None = None
-        self._landed = True
         self.updates = 0
         self._clock = 0  # of the schedule, the same on all ranks: it stops for slower ones
-        self._waited: int | None = None  # updates since it stopped; None: it goes on
-        self._last_round = False  # a rank has closed its session
-        self._joined = False  # the islands of other jobs, since it was looked at
-        self._save: Callable[[], Callable[[], dict[str, Any]] | None] = lambda: None
-        self._restore: Callable[[], Callable[[Mapping[str, Any]], None] | None] = lambda: None
-        self.slot = 0
         self.evaluates = False
         self.own_state: Mapping[str, Any] | None = None
         engine.leave(not self.warms_up)
@@ -96,9 +94,14 @@ class LocalTraining:
         self._weights = [0] * len(self._meetings)  # updates since each was last sent
 
     @property
+    def island(self) -> Island:
+        """The island of this rank."""
+        return self._exchanges.island
+
+    @property
     def failed(self) -> bool:
         """Whether a meeting was broken off, so that ranks are out of step."""
-        return self._failure is not None
+        return self._exchanges.failure is not None
 
     @property
     def warms_up(self) -> bool:
@@ -137,8 +140,8 @@ class LocalTraining:
             UsageError: inside `evaluating`, or a parameter trains that was frozen at the start.
             ExchangeError: a meeting was broken off.
         """
-        if self._failure is not None:
-            raise ExchangeError(self._failure)
+        if self._exchanges.failure is not None:
+            raise ExchangeError(self._exchanges.failure)
         self.check_outside("backward")
         if not self.warms_up and self.updates == self._config.warm_up:
             self._begin()  # a script may have loaded a model until now
@@ -177,7 +180,7 @@ class LocalTraining:
             return
         for number in range(len(self._weights)):
             self._weights[number] += worked
-        if self._waited is None:
+        if self._pace.waited is None:
             self._clock += 1
             self._merge(lambda flight: flight.due <= self._clock)
             settled = all(meeting.flight is None for meeting in self._meetings)
@@ -188,11 +191,12 @@ class LocalTraining:
     def _take_turn(self) -> None:
         """Send what is due; once more where this island has joined again meanwhile, and is at the
         update of the others."""
-        self._joined = True
-        while self._joined:
-            self._joined = False
-            if self._due and not self._waits_for_slower() and not self._joined:
+        exchanges, again = self._exchanges, True
+        while again:
+            exchanges.joined_again = False
+            if self._due and not self._pace.waits() and not exchanges.joined_again:
                 self._meet()
+            again = exchanges.joined_again
 
     @property
     def _due(self) -> list[int]:
@@ -200,41 +204,11 @@ class LocalTraining:
         return [n for n in self._schedule.sent(self._clock) if n < len(self._meetings)]
 
     def _meet(self) -> None:
-        if self._last_round:
+        if self._pace.last_round:
             return
         for number in self._due:
             self._send(number)
         self._merge(lambda flight: flight.due <= self._clock)
-
-    def _waits_for_slower(self) -> bool:
-        """Whether this rank goes on by itself, as others have not made as many updates yet."""
-        stretch = self._config.stretch
-        if not stretch or self._carrier is None or self._last_round:
-            return False
-        if self._waited is None:
-            self._waited = 0
-            self._tell(closing=False)
-        else:
-            self._waited += 1
-        if self._waited < stretch and not self._carrier.arrived:
-            return True
-        self._hear()
-        return False
-
-    def _tell(self, *, closing: bool) -> None:
-        """Tell all ranks that this one is ready to meet, or closes; they hear when all have."""
-        self._closing = torch.tensor([float(closing), 1.0], device=self._meetings[0].device)
-        self._begin_exchange(0, partial(_sum_of, self._closing, self._closing.clone()))
-
-    def _hear(self) -> None:
-        self._land()
-        self._waited = None
-        if self._joined:  # of the others, who have not told it
-            return
-        closing, islands = self._closing.tolist()
-        assert self._carrier is not None
-        # islands that come and go do so without asking the others, but all at once
-        self._last_round = closing == islands or (closing > 0 and self._carrier.fixed)
 
     @torch.no_grad()
     def _begin(self) -> None:
@@ -248,25 +222,18 @@ class LocalTraining:
         self._weights[number] = 0
         meeting.send(weight, self._clock + self._config.delay)
         # all ranks count alike: codecs have a step
-        self._begin_exchange(number, partial(meeting.exchange, self._config.warm_up + self._clock))
-
-    def _begin_exchange(self, number: int, exchange: Exchange) -> None:
-        self._landed = False
-        if self._carrier is not None:
-            self._carrier.start(self._label(number), exchange)
-        elif self.island.leads:  # and is the only one
-            for _ in exchange():
-                pass
+        step = self._config.warm_up + self._clock
+        self._exchanges.begin(self._label(number), partial(meeting.exchange, step))
 
     def _merge(self, due: Callable[[Flight], bool]) -> None:
         for number, meeting in enumerate(self._meetings):
             if not meeting.flies(due):
                 continue
-            self._land()
+            self._exchanges.land()
             if not meeting.flies(due):  # this island came too late, and has joined again
                 continue
             if self._averages_state(meeting):
-                with suppress(_JoinedAgain):
+                with suppress(JoinedAgain):
                     average_state(meeting, self._optimizer.state, partial(self._average, number))
             if not meeting.flies(due):
                 continue
@@ -278,47 +245,20 @@ class LocalTraining:
                     other.adopt(self._forget)
                 self._weights = [0] * len(self._meetings)
 
-    def _land(self) -> None:
-        """Return when nothing is on its way, in this island either."""
-        if self._landed:
-            return
-        try:
-            if self._carrier is not None:
-                self._carrier.wait()
-            for meeting in self._meetings:
-                meeting.landed()
-        except (ExchangeError, ClusterError) as error:
-            self._failure = f"{self._at}: {error}; another rank is gone, or has left the loop"
-            raise ExchangeError(self._failure) from error
-        self._landed = True
+    def _landed(self) -> None:
+        for meeting in self._meetings:
+            meeting.landed()
 
     def _average(self, number: int, values: torch.Tensor, *, counts: bool = True) -> bool:
-        """Average what islands have apart from each other, by their ranks, but for those of which
-        it does not count; whether there is one. Nothing else is on its way.
-
-        Raises:
-            _JoinedAgain: the others have gone on without this island.
-        """
-        size = len(self.island.ranks) if counts else 0
-        own = values * size if counts else torch.zeros_like(values)
-        weighted = torch.cat([own, values.new_full((1,), size)])
-        joined, self._joined = self._joined, False
-        self._begin_exchange(number, partial(_sum_of, weighted, weighted.clone()))
-        self._land()
-        if self._joined:
-            raise _JoinedAgain
-        self._joined = joined
-        self.island.hand_on(weighted)
-        if not weighted[-1]:
-            return False
-        torch.div(weighted[:-1], weighted[-1], out=values)
-        return True
+        label = replace(self._label(number), span="meeting_average")
+        return self._exchanges.average(label, values, counts=counts)
 
     def _label(self, number: int) -> Label:
         names = self._meetings[number].fragment.names
         which = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
         words = f"update {self.updates}, the meeting of fragment {number + 1} ({which})"
-        return Label(f"meeting{number + 1}", lambda: words)
+        args = {"bytes": self._meetings[number].sent_bytes, "update": self.updates}
+        return Label(meeting_span(number + 1), lambda: words, args)
 
     # The state of the user's optimizer.
 
@@ -335,7 +275,7 @@ class LocalTraining:
         """Updates of the run: where its schedule is, the next meeting before it."""
         if self.warms_up:
             return self.updates
-        return self._config.warm_up + self._clock - (self._waited is not None)
+        return self._config.warm_up + self._clock - (self._pace.waited is not None)
 
     @property
     def all_updates(self) -> int:
@@ -344,7 +284,7 @@ class LocalTraining:
         if self._config.auto:
             return self.updates * self.ranks.count
         # after the last meeting of all ranks each one counts its own
-        own = self._weights[0] if self._last_round else 0
+        own = self._weights[0] if self._pace.last_round else 0
         return first + own + (self._meetings[0].counted if self._meetings else 0)
 
     # The outer parameters.
@@ -378,11 +318,11 @@ class LocalTraining:
 
     def _settle_down(self) -> None:
         """Return when nothing is on its way."""
-        self._land()
-        if self._joined:
+        self._exchanges.land()
+        if self._exchanges.joined_again:
             with torch.no_grad():
                 self._take_turn()
-            self._land()
+            self._exchanges.land()
 
     def state(self) -> dict[str, Any]:
         """State that all ranks have alike: outer parameters, momentum, means not merged yet."""
@@ -414,7 +354,7 @@ class LocalTraining:
             UsageError: its fragments are others.
         """
         self.check_outside("restore")
-        self._land()  # a thread still writes into what is replaced
+        self._exchanges.land()  # a thread still writes into what is replaced
         saved = None if state is None else LocalConfig.model_validate(state["config"])
         if state is None or saved is None or saved.auto or state["updates"] < saved.warm_up:
             self.updates = steps if state is None else state["updates"]
@@ -440,7 +380,7 @@ class LocalTraining:
             )
         self.updates = state["updates"]
         self._clock = max(self.updates - self._config.warm_up, 0)
-        self._waited = None
+        self._pace.waited = None
         own, self.own_state = self.own_state, None
         pairs = [*zip(self._meetings, state["meetings"], strict=True)]
         if own is not None and not all(
@@ -467,82 +407,13 @@ class LocalTraining:
     def parameters_loaded(self) -> None:
         """The model was loaded from elsewhere: it is what all ranks begin with."""
         self.check_outside("restore")
-        self._land()
+        self._exchanges.land()
         self._weights = [0] * len(self._meetings)
         for meeting in self._meetings:
             meeting.begin_anew()
 
-    # Jobs that come and go.
-
-    def join(
-        self, save: Callable[[], dict[str, Any]], restore: Callable[[Mapping[str, Any]], None]
-    ) -> None:
-        """Join the other jobs, and go on as they are.
-
-        Args:
-            save, restore: methods of a session, which may end before this.
-        """
-        self._save, self._restore = WeakMethod(save), WeakMethod(restore)
-        assert isinstance(self._carrier, OpenCarrier)
-        self._carrier.resident = self
-        shapes = [(t.name, tuple(t.parameter.shape)) for t in self._trained]
-        own = self._config.model_copy(update={"rendezvous": None}).document(full=True)
-        self._carrier.same("strategy local or model", repr((own, shapes)))
-        self._carrier.join()
-        with torch.no_grad():
-            self._take_turn()
-
     def check_restore(self) -> None:
-        """Refuse to restore what other jobs do not have.
-
-        Raises:
-            UsageError: they have trained already.
-        """
-        if self._carrier is not None and not self._carrier.fixed and self.updates:
-            raise UsageError(
-                f"restore() at update {self.updates} of jobs that come and go: this one has their "
-                "state, and they would not have this; write: if session.updates == 0: "
-                "session.restore(...), and let all jobs of a start restore the same"
-            )
-
-    def save(self) -> dict[str, Any]:
-        """Save this rank's session, for one that joins."""
-        save = self._save()
-        assert save is not None
-        return save()
-
-    def settle(self, state: Mapping[str, Any], *, again: bool) -> None:
-        """Go on from the state of another island; ``again``: what this rank has done since the last
-        meeting stays a part of its next change."""
-        self._joined = True
-        if not again:
-            restore = self._restore()
-            assert restore is not None
-            restore(state)
-            return
-        lags = []
-        for meeting in self._meetings:
-            flight, base = meeting.flight, meeting.outer.to(meeting.device)
-            if flight is not None and flight.done:  # the others have merged it
-                base = flight.sent
-            lags.append(base - meeting.read())
-        self.load(state["session"]["local"], self.updates)
-        for meeting, lag in zip(self._meetings, lags, strict=True):
-            meeting.write(meeting.outer.to(meeting.device) - lag)
-
-    def drop(self) -> None:
-        """Take back a change that the others have gone on without: it is a part of the next."""
-        self._joined = True
-        for number, meeting in enumerate(self._meetings):
-            if meeting.flight is not None and not meeting.flight.done:
-                self._weights[number] += int(meeting.flight.weights[0])
-                meeting.flight = None
-
-    def meet_as(self, islands: Ranks, slot: int) -> None:
-        """Be one of so many islands from now on."""
-        self.slot, self.island = slot, replace(self.island, islands=islands)
-        for meeting in self._meetings:
-            meeting.meet_as(self.island)
+        """Refuse a state that others would not have; ranks of one job restore together."""
 
     # The handle.
 
@@ -570,7 +441,7 @@ class LocalTraining:
             if self._carrier is not None or self.ranks.count > 1:
                 try:
                     finite = self._average(number, both, counts=finite)
-                except _JoinedAgain:
+                except JoinedAgain:
                     finite = False
             if not finite:
                 both = torch.cat([meeting.outer.to(meeting.device), meeting.buffers])
@@ -583,14 +454,12 @@ class LocalTraining:
             return True
         if not self._config.stretch:
             return self._carrier.close()
-        if self._waited is not None:
-            self._hear()
+        if self._pace.waited is not None:
+            self._pace.hear()
             self._meet()
             self._merge(lambda flight: True)
-        if not self._last_round:
-            self._tell(closing=True)
-            self._hear()
-        return self._last_round and self._carrier.close()
+        self._pace.close()
+        return self._pace.last_round and self._carrier.close()
 
     def abandon(self) -> None:
         """After an error the other ranks may not be there to meet."""
@@ -605,22 +474,8 @@ class LocalTraining:
             left = config.warm_up - self.updates
             return [Row("local", f"{left} updates of warm-up left", "gradients are averaged")]
         done = sum(meeting.done for meeting in self._meetings)
-        sent = sum(
-            wire_bytes(config.codec, piece.to(meeting.dtype))
-            for meeting in self._meetings
-            for piece in meeting.wire_shapes
-        )
+        sent = sum(meeting.sent_bytes for meeting in self._meetings)
         rate = f"{sent / 2**20 / config.steps:.3g} MB an update"
         note = f"{len(self._meetings)} fragments, {rate} in place of gradients"
         note += f"; {self._why}" if self._why else ""
         return [Row("local", f"{done} meetings", note, "lossy")]
-
-
-class _JoinedAgain(Exception):
-    """The other islands have gone on without this one, which has joined them again since."""
-
-
-def _sum_of(values: torch.Tensor, own: torch.Tensor) -> ExchangeSteps:
-    """Leave the sum over islands of their ``own`` in ``values``; may begin anew."""
-    values.copy_(own)
-    yield AllReduce(values)

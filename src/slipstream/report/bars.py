@@ -157,7 +157,9 @@ class _Frame(NamedTuple):
                 label, span = PALETTE[event.name].name, (event.start, event.end)
                 tip = self._tip(label, event)
                 bars.append(self._bar(event.name, span, (top + 0.5, 1.0), label, tip))
-        longest = nlargest(self.most, iteration.exchanges, attrgetter("duration"))
+        longest = nlargest(
+            self.most, [*iteration.exchanges, *iteration.meetings], attrgetter("duration")
+        )
         exchanges = sorted(longest, key=attrgetter("start"))
         # Exchanges that overlap by less than the eye can see share a row: else each pair of
         # neighbours, which clocks let overlap by microseconds, would need two.

@@ -20,6 +20,7 @@ from slipstream.fusion.checks import useful_settings
 from slipstream.fusion.optimizer import FusedOptimizer
 from slipstream.local.checks import check_loader
 from slipstream.local.model import LocalModel
+from slipstream.local.open_training import OpenTraining
 from slipstream.memory import offload, recompute
 from slipstream.parallel.dims import ParallelDims
 from slipstream.parallel.model import ModelParallel
@@ -171,8 +172,8 @@ def compose(
             sharding=exchange.sharding,
             handles=handles,
         )
-    if local is not None and strategy.local is not None and strategy.local.rendezvous is not None:
-        session.join_others(local, strategy.local.rendezvous.at_least)
+    if isinstance(local, OpenTraining):
+        session.join_others(local, local.at_least)
     return session
 
 

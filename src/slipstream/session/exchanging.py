@@ -27,6 +27,7 @@ from slipstream.local.engine import LocalEngine
 from slipstream.local.island import between, find_island
 from slipstream.local.model import LocalModel
 from slipstream.local.open_carrier import OpenCarrier
+from slipstream.local.open_training import OpenTraining
 from slipstream.local.rendezvous import Rendezvous
 from slipstream.local.training import LocalTraining
 from slipstream.parallel.dims import ParallelDims
@@ -203,7 +204,8 @@ def install_local(
         channel = Channel(transport, [transport], given.cluster.device)
         given.handles.enter_context(closing(channel))
         carrier = FixedCarrier(channel)
-    training = whole.training = LocalTraining(
+    kind = LocalTraining if config.rendezvous is None else OpenTraining
+    training = whole.training = kind(
         given.model,
         given.optimizer,
         parameters_of(given.model, trainable=True),
@@ -212,6 +214,7 @@ def install_local(
         exchange.engine,
         carrier,
         precision,
+        given.recorder,
         f"rank {given.cluster.rank}",
     )
     return given.handles.add(training, on_error=training.abandon)

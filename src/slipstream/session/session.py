@@ -18,7 +18,7 @@ from slipstream.cluster.connect import Cluster
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import UsageError
 from slipstream.gradients.segments import SegmentStats
-from slipstream.local.training import LocalTraining
+from slipstream.local.open_training import OpenTraining
 from slipstream.parallel.dims import ParallelDims
 from slipstream.session.checkpoint import Part, checked, joined
 from slipstream.session.handles import HandleStack
@@ -72,7 +72,7 @@ class Session(Generic[M, O]):
         self._handles = handles.pop_all()  # from here on the session undoes the installation
         atexit.register(self.__exit__, SystemExit, SystemExit(), None)
 
-    def join_others(self, local: LocalTraining, jobs: int) -> None:
+    def join_others(self, local: OpenTraining, jobs: int) -> None:
         """Join jobs that come and go, and take over a share of the data of ``jobs``;
         ``accelerate()`` does."""
         try:

@@ -21,18 +21,20 @@ from slipstream.trace.event import (
     DATA_WAIT,
     FORWARD,
     ITERATION,
+    MEETING_WAIT,
     OPTIMIZER,
     STAGE_SPANS,
     Event,
     Trace,
     exchange_order,
+    is_meeting,
     marks,
 )
 from slipstream.trace.intervals import lanes
 
 _FORMAT = "slipstream trace 1"
 _ROWS = ("iteration", "marks", "data", "compute", "exchange", "other")
-_COMPUTE = (FORWARD, BACKWARD, OPTIMIZER, *STAGE_SPANS)
+_COMPUTE = (FORWARD, BACKWARD, OPTIMIZER, MEETING_WAIT, *STAGE_SPANS)
 _ROW_OF = {ITERATION: "iteration", DATA_WAIT: "data"} | dict.fromkeys(_COMPUTE, "compute")
 _Row = tuple[int, int, int]  # rank, index of the name, lane
 _Json = dict[str, Any]
@@ -140,7 +142,7 @@ def _rows(events: Iterable[Event]) -> list[_Row]:
     rows: dict[int, _Row] = {}
     grouped: dict[tuple[int, str], list[tuple[int, Event]]] = defaultdict(list)
     for index, event in enumerate(events):
-        is_exchange = exchange_order(event.name) is not None
+        is_exchange = exchange_order(event.name) is not None or is_meeting(event.name)
         row = "exchange" if is_exchange else _ROW_OF.get(event.name, "other")
         grouped[event.rank, row].append((index, event))
     for (rank, row), members in grouped.items():

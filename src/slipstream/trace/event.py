@@ -26,6 +26,9 @@ BACKWARD = "backward"
 OPTIMIZER = "optimizer"
 """The update of the parameters."""
 
+MEETING_WAIT = "meeting_wait"
+"""Waiting for the exchange of a meeting (``local``); counts as an exchange that nothing hides."""
+
 STAGE_FORWARD = "stage_forward"
 """The forward of one pipeline stage on one micro-batch; in the last stage with the loss."""
 
@@ -39,6 +42,7 @@ STAGE_SPANS = (STAGE_FORWARD, STAGE_BACKWARD, STAGE_WEIGHT)
 
 _MARK_OF = {FORWARD: "fp_start", BACKWARD: "bp_end", ITERATION: "iteration_end"}
 _ALLREDUCE = re.compile(r"allreduce([1-9][0-9]*)\Z")
+_MEETING = re.compile(r"meeting([1-9][0-9]*|_average)\Z")
 
 
 def allreduce(number: int) -> str:
@@ -49,6 +53,26 @@ def allreduce(number: int) -> str:
         'allreduce2'
     """
     return f"allreduce{number}"
+
+
+def meeting_span(number: int) -> str:
+    """Name of the exchange of fragment ``number`` at a meeting, the first one is 1.
+
+    Example:
+        >>> meeting_span(2)
+        'meeting2'
+    """
+    return f"meeting{number}"
+
+
+def is_meeting(name: str) -> bool:
+    """Whether a span is what ranks send at a meeting, which may take several iterations.
+
+    Example:
+        >>> [is_meeting(name) for name in ("meeting2", "meeting_average", "meeting_wait")]
+        [True, True, False]
+    """
+    return _MEETING.match(name) is not None
 
 
 def exchange_order(name: str) -> int | None:
@@ -73,6 +97,8 @@ class Event:
     - ``allreduceN``: ``segment`` (from 0), ``bytes``, the numbers of ``gradients`` and
       ``collectives``, and ``ready``, the time at which the last gradient of the segment was ready.
       No other argument is a time.
+    - ``meetingN``: ``bytes``, and the ``update`` after which it was sent. One that lasts longer
+      than an iteration is there in pieces, one for each.
     - ``backward`` that ends in exchanges: ``gradients_ready``, for each gradient in ready order the
       seconds from the start of backward until it was ready; None for one without a value.
     - spans of a pipeline stage: ``stage`` and ``micro_batch``, their numbers.

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from slipstream.trace.event import ITERATION, Event, Trace
+from slipstream.trace.event import ITERATION, Event, Trace, is_meeting
 from slipstream.version import __version__
 
 Stamp = float | torch.cuda.Event
@@ -41,7 +42,7 @@ class Recorder:
     The main thread calls ``begin_step`` and ``end_step`` around each iteration, which adds the span
     ``iteration``. Any thread may ``add`` spans of the current step, as long as it does so before it
     signals the main thread that the work is done. A span costs one append; everything else waits
-    for ``gather``.
+    for ``gather``. That of a meeting may begin in an earlier step: it is cut into a piece for each.
 
     CUDA work runs later than the Python code that starts it: take start and end with ``stamp``,
     which does not synchronize.
@@ -175,7 +176,8 @@ class Recorder:
                 offsets = [None if at is None else self._seconds(at) - begin for at in stamps]
                 args = args | {"gradients_ready": offsets}
             events.append(Event(name, self.rank, step, begin, self._seconds(end), args))
-        return events
+        steps = {event.step: event for event in events if event.name == ITERATION}
+        return [piece for event in events for piece in _pieces(event, steps)]
 
     def _seconds(self, stamp: Stamp) -> float:
         """A stamp as seconds on rank 0's clock."""
@@ -183,6 +185,18 @@ class Recorder:
             assert self._gpu is not None, "a CUDA stamp of another recorder"
             stamp = self._gpu.seconds(stamp)
         return _translate(stamp, self._readings)
+
+
+def _pieces(event: Event, steps: Mapping[int, Event]) -> Iterator[Event]:
+    """An event; of a meeting a piece for each recorded step, as it may have begun in an earlier
+    one."""
+    if not is_meeting(event.name):
+        yield event
+        return
+    for number, step in sorted(steps.items()):
+        start, end = max(event.start, step.start), min(event.end, step.end)
+        if number <= event.step and start < end:
+            yield replace(event, step=number, start=start, end=end)
 
 
 class _GpuClock:

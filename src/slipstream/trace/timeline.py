@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from slipstream.errors import TraceError
-from slipstream.trace.event import BACKWARD, FORWARD, ITERATION, Event, exchange_order
+from slipstream.trace.event import BACKWARD, FORWARD, ITERATION, Event, exchange_order, is_meeting
 from slipstream.trace.intervals import Intervals, union
 
 
@@ -36,6 +36,11 @@ class Iteration(NamedTuple):
         """The exchanges: buffers first, then the segments in order."""
         exchanges = (e for e in self.events if exchange_order(e.name) is not None)
         return tuple(sorted(exchanges, key=lambda e: (exchange_order(e.name) or 0, e.start)))
+
+    @property
+    def meetings(self) -> tuple[Event, ...]:
+        """The exchanges of meetings, or their parts in this iteration, by start."""
+        return tuple(e for e in self.events if is_meeting(e.name))
 
     @property
     def compute(self) -> Intervals:

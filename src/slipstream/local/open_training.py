@@ -1,0 +1,104 @@
+"""Training in jobs that come and go: what one takes over when it joins, and what it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+
+from slipstream.codecs import Ranks
+from slipstream.errors import UsageError
+from slipstream.local.open_carrier import OpenCarrier
+from slipstream.local.training import LocalTraining
+
+
+class OpenTraining(LocalTraining):
+    """The training of one job among those that meet at a rendezvous.
+
+    Attributes:
+        slot: the share of the data of this job.
+    """
+
+    slot = 0
+    _save: Callable[[], Callable[[], dict[str, Any]] | None]
+    _restore: Callable[[], Callable[[Mapping[str, Any]], None] | None]
+
+    @property
+    def at_least(self) -> int:
+        """Jobs that begin together."""
+        assert self._config.rendezvous is not None
+        return self._config.rendezvous.at_least
+
+    def join(
+        self, save: Callable[[], dict[str, Any]], restore: Callable[[Mapping[str, Any]], None]
+    ) -> None:
+        """Join the other jobs, and go on as they are.
+
+        Args:
+            save, restore: methods of a session, which may end before this.
+        """
+        self._save, self._restore = WeakMethod(save), WeakMethod(restore)
+        assert isinstance(self._carrier, OpenCarrier)
+        self._carrier.resident = self
+        shapes = [(t.name, tuple(t.parameter.shape)) for t in self._trained]
+        own = self._config.model_copy(update={"rendezvous": None}).document(full=True)
+        self._carrier.same("strategy local or model", repr((own, shapes)))
+        self._carrier.join()
+        with torch.no_grad():
+            self._take_turn()
+
+    def check_restore(self) -> None:
+        """Refuse to restore what other jobs do not have.
+
+        Raises:
+            UsageError: they have trained already.
+        """
+        if self.updates:
+            raise UsageError(
+                f"restore() at update {self.updates} of jobs that come and go: this one has their "
+                "state, and they would not have this; write: if session.updates == 0: "
+                "session.restore(...), and let all jobs of a start restore the same"
+            )
+
+    def save(self) -> dict[str, Any]:
+        """Save this rank's session, for one that joins."""
+        save = self._save()
+        assert save is not None
+        return save()
+
+    def settle(self, state: Mapping[str, Any], *, again: bool) -> None:
+        """Go on from the state of another island; ``again``: what this rank has done since the last
+        meeting stays a part of its next change."""
+        self._exchanges.joined_again = True
+        if not again:
+            restore = self._restore()
+            assert restore is not None
+            restore(state)
+            return
+        lags = []
+        for meeting in self._meetings:
+            flight, base = meeting.flight, meeting.outer.to(meeting.device)
+            if flight is not None and flight.done:  # the others have merged it
+                base = flight.sent
+            lags.append(base - meeting.read())
+        self.load(state["session"]["local"], self.updates)
+        for meeting, lag in zip(self._meetings, lags, strict=True):
+            meeting.write(meeting.outer.to(meeting.device) - lag)
+
+    def drop(self) -> None:
+        """Take back a change that the others have gone on without: it is a part of the next."""
+        self._exchanges.joined_again = True
+        for number, meeting in enumerate(self._meetings):
+            if meeting.flight is not None and not meeting.flight.done:
+                self._weights[number] += int(meeting.flight.weights[0])
+                meeting.flight = None
+
+    def meet_as(self, islands: Ranks, slot: int) -> None:
+        """Be one of so many islands from now on."""
+        self.slot = slot
+        self._exchanges.island = replace(self.island, islands=islands)
+        for meeting in self._meetings:
+            meeting.meet_as(self.island)
