@@ -42,7 +42,7 @@ ON_ROADS = " ".join(f"{codec} '{codec} / direct' '{codec} / sharded'" for codec 
 SIZES = "--kilobytes 256 1024 4096 16384 65536"
 ALONE = (
     "loading", "balance", "large_batch", "soak", "tuner", "overhead", "times", "operators",
-    "tensor_parallel", "bubbles", "offload",
+    "tensor_parallel", "bubbles", "offload", "unequal",
 )  # fmt: skip
 """Modules whose one result has their name."""
 
@@ -94,7 +94,20 @@ def commands() -> Iterator[tuple[str, str]]:
     yield "codecs-gpt2-500mbit", f"{coded} --codecs {ON_ROADS}"
     for rate in ("100mbit", "300mbit"):
         yield f"local-bert-{rate}", f"local speed --rate {rate} --rounds 2"
+    far = "--rate 1gbit --round-trip-ms 50 --loss-percent 0.1 --rounds 2 --variants"
+    far_ones = "'DDP, 4 MB' 'local, 16 steps, 4 fragments, delay 4, int8' 'local: auto'"
+    yield "local-bert-far", f"local speed {far} {far_ones}"
     yield "local-causal", "local loss --task causal"
+    coded = "'data parallel' " + " ".join(
+        f"'{steps} steps{codec}'"
+        for codec in ("", ", int8", ", int4", ", topk, momentum 0.0")
+        for steps in (8, 16, 32, 64, 128)
+    )
+    yield "local-sensitivity", f"local loss --seeds 1 --steps 800 --variants {coded}"
+    for steps in (400, 1600):
+        on_the_way = "'data parallel' '16 steps, 4 fragments, delay 4, int8'"
+        coded = f"--task masked --steps {steps} --variants {on_the_way}"
+        yield f"local-masked-{steps}", f"local loss {coded}"
     chosen = [f"'16 steps, 4 fragments, delay {one}'" for one in ("2, int4", "4, int8")]
     for task in ("masked", "resnet"):
         coded = f"'data parallel' {' '.join(chosen)}"
@@ -104,6 +117,8 @@ def commands() -> Iterator[tuple[str, str]]:
         "'16 steps, 4 fragments, delay 2, int4'"
     )
     yield "local-causal-auto", f"local loss --steps 800 --variants {of_auto}"
+    chosen_at_100 = "'data parallel' '16 steps, 4 fragments, delay 4, int8'"
+    yield "local-causal-100mbit", f"local loss --steps 800 --variants {chosen_at_100}"
     yield "convergence-digits", "convergence --task digits"
     yield "convergence-text", "convergence --task text --ranks 2 --steps 1600"
     for task in ("digits", "text", "speed"):

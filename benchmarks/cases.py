@@ -20,7 +20,7 @@ from benchmarks.iteration import Iterate, Loss, on_loopback, on_testbed
 from benchmarks.turns import seconds_of, take_turns
 from examples import data, models
 from slipstream.strategy import TransportConfig
-from slipstream.testbed import parse_rate
+from slipstream.testbed import Line, parse_rate
 
 MODELS = ("resnet50", "vgg16", "bert", "swin-t", "gpt2", "resnet-small")
 TRANSPORTS: dict[str, object] = {
@@ -158,7 +158,11 @@ def seconds_or_wire(text: str) -> str:
     return text
 
 
-def as_ranks(measure: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> int:
+def as_ranks(
+    measure: Callable[[argparse.Namespace], None],
+    args: argparse.Namespace,
+    line: Line | None = None,
+) -> int:
     """Start this module as the ranks, or be one; its exit status."""
     if "RANK" in os.environ:
         measure(args)
@@ -166,7 +170,7 @@ def as_ranks(measure: Callable[[argparse.Namespace], None], args: argparse.Names
     os.environ.update(KEEP_MEMORY)
     if args.loopback:
         return on_loopback(sys.argv[1:], args.nodes)
-    return on_testbed(sys.argv[1:], args.nodes, args.rate)
+    return on_testbed(sys.argv[1:], args.nodes, args.rate, line)
 
 
 def timed_iterations(

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import fmean, median, stdev
@@ -55,6 +56,7 @@ from slipstream.calibration.calibrate import SIZES, calibrate
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.planner.forecast import Forecast
 from slipstream.strategy import Int4Config, Int8Config, Strategy
+from slipstream.testbed import Line
 from slipstream.trace import chrome
 
 WARM_UP = 1 / 8
@@ -411,11 +413,15 @@ def speed(args: argparse.Namespace) -> None:
         return iterate
 
     sessions: list[Any] = []
-    variants: dict[str, tuple[Callable[[], None], int]] = {"no exchange": (plain(*case.make()), 4)}
-    variants |= {f"DDP, {mb:g} MB": (ddp(mb), 2) for mb in args.ddp}
-    variants |= {name: (ours({"gradients": g}), 2) for name, g in SPEED.items()}
-    variants |= {f"local, {name}": (ours({"local": settings_of(name)}), ROUND) for name in FAST}
-    variants[AUTO] = ours({"local": "auto"}), ROUND
+    made: dict[str, tuple[Callable[[], Callable[[], None]], int]] = {
+        "no exchange": (lambda: plain(*case.make()), 4),
+        **{f"DDP, {mb:g} MB": (partial(ddp, mb), 2) for mb in args.ddp},
+        **{name: (partial(ours, {"gradients": g}), 2) for name, g in SPEED.items()},
+        **{f"local, {n}": (partial(ours, {"local": settings_of(n)}), ROUND) for n in FAST},
+        AUTO: (partial(ours, {"local": "auto"}), ROUND),
+    }
+    names = ["no exchange", *args.variants] if args.variants else [*made]
+    variants = {name: (made[name][0](), made[name][1]) for name in names}
     forecast = predicted(case)
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     sent: dict[str, list[float]] = {name: [] for name in variants}
@@ -437,7 +443,8 @@ def speed(args: argparse.Namespace) -> None:
                 seconds[name].append(slowest(spent))
                 sent[name].append(bytes_sent)
     if rank == 0:
-        best = min((n for n in variants if n.startswith("DDP")), key=lambda n: median(seconds[n]))
+        ddp_alone = [name for name in variants if name.startswith("DDP")]
+        best = min(ddp_alone, key=lambda name: median(seconds[name]))
         rows = []
         for name, values in seconds.items():
             low, middle, high = quartiles(values)
@@ -460,12 +467,14 @@ def speed(args: argparse.Namespace) -> None:
             "megabytes": case.num_bytes / 2**20,
             "nodes": world,
             "rate": args.rate,
+            "round_trip_ms": args.round_trip_ms,
+            "loss_percent": args.loss_percent,
             "compute": args.compute,
             "wire_s": wire_seconds(args, case.num_bytes, world),
             "rounds": args.rounds,
             "rows": rows,
             "seconds": seconds,
-            "auto": sessions[-1].state_dict()["local"]["config"],
+            "auto": sessions[-1].state_dict()["local"]["config"] if AUTO in variants else {},
         }
         finish(args.json, "local", entry)
     dist.barrier()
@@ -477,11 +486,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("part", choices=("loss", "speed"))
     parser.add_argument("--task", choices=TASKS, default="causal")
-    parser.add_argument("--variants", nargs="*", metavar="NAME", help="the first is the measure")
+    parser.add_argument(
+        "--variants",
+        nargs="*",
+        metavar="NAME",
+        help="of losses the first is the measure; of speed all but these are left out",
+    )
     parser.add_argument("--steps", type=int, default=1600, help="updates of a training")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--nodes", type=int, default=4, help="hosts, or ranks of a training")
     parser.add_argument("--rate", default="100mbit")
+    parser.add_argument("--round-trip-ms", type=float, default=0.0)
+    parser.add_argument("--loss-percent", type=float, default=0.0)
     parser.add_argument("--model", choices=MODELS, default="bert")
     parser.add_argument("--compute", choices=("cpu", "accelerator"), default="accelerator")
     parser.add_argument("--compute-seconds", type=float, default=0.15, help="of an update")
@@ -491,7 +507,7 @@ def main() -> int:
     args = parser.parse_args()
     args.loopback = False
     if args.part == "speed":
-        return as_ranks(speed, args)
+        return as_ranks(speed, args, Line(args.round_trip_ms / 1e3, args.loss_percent / 100))
     if "RANK" in os.environ:
         losses(args)
         return 0

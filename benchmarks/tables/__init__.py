@@ -20,6 +20,7 @@ TABLES: Mapping[str, Callable[[Entry], Result]] = {
     "large_batch": training.large_batch,
     "loading": training.loading,
     "local": training.local,
+    "unequal": training.unequal,
     "memory": exchanges.memory,
     "offload": computing.offload,
     "operators": exchanges.operators,

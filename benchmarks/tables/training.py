@@ -69,7 +69,7 @@ def local(entry: Entry) -> Result:
         _, _, path = entry["command"].partition("--json ")
         picture = f"![scores on the way]({Path(path).stem}.png)"
         seeds = f", {entry['seeds']} seeds" if entry["seeds"] > 1 else ""
-        title = f"Local, {entry['task']}{seeds}, {entry['date']}"
+        title = f"Local, {entry['task']}, {entry['steps']} updates{seeds}, {entry['date']}"
         return Result(title, [measured_with(entry, words), picture, Table(columns, scores)])
     words = (
         f"{entry['nodes']} emulated hosts at {entry['rate']}, {entry['megabytes']:.1f} MB of "
@@ -88,16 +88,43 @@ def local(entry: Entry) -> Result:
         *("training", "s an update", "quartiles", "times as fast as the best DDP"),
         *("of the speed without exchange", "MB sent an update", "predicted s"),
     )
-    if "auto" in entry:
+    if entry.get("auto"):
         config = entry["auto"]
         chosen = ", ".join(f"{name} {config[name]}" for name in ("steps", "fragments", "delay"))
         words += f" auto chose {chosen}, codec {(config['codec'] or {}).get('kind')}."
-        ratios = [r["predicted"] / r["median"] for r in entry["rows"] if r.get("predicted")]
+    ratios = [r["predicted"] / r["median"] for r in entry["rows"] if r.get("predicted")]
+    if ratios:
         off = median(abs(ratio - 1) for ratio in ratios)
         words += f" Predictions of {len(ratios)} settings are {off:.1%} off in the median."
     where = "" if entry["compute"] == "accelerator" else ", the same cores"
-    title = f"Local, {entry['model']} at {entry['rate']}{where}, {entry['date']}"
+    line = ""
+    if entry.get("round_trip_ms") or entry.get("loss_percent"):
+        line = f", {entry['round_trip_ms']:g} ms, {entry['loss_percent']:g} % lost"
+    title = f"Local, {entry['model']} at {entry['rate']}{line}{where}, {entry['date']}"
     return Result(title, [measured_with(entry, words), Table(headings, speeds)])
+
+
+def unequal(entry: Entry) -> Result:
+    """Hosts of which one is slower."""
+    words = (
+        f"{entry['nodes']} emulated hosts at {entry['rate']}, {entry['model']}, computing beside "
+        f"an accelerator for {entry['compute_seconds']:g} s an update, {entry['slower']:g} times "
+        f"as long on the first; {entry['updates']} updates of all hosts a turn, "
+        f"{entry['rounds']} rounds. "
+        f"Without any exchange all hosts together make {entry['sum']:.2f} updates a second."
+    )
+    rows = [
+        (
+            *(r["name"], f"{r['rate']:.2f}", f"{r['of_sum']:.2f}"),
+            f"{r['low']:.2f}..{r['high']:.2f}",
+        )
+        for r in entry["rows"]
+    ]
+    columns = ("training", "updates a second", "of the sum", "quartiles")
+    return Result(
+        f"One host at half speed, {entry['date']}",
+        [measured_with(entry, words), Table(columns, rows)],
+    )
 
 
 def _allowed(entry: Entry) -> str:

@@ -21,17 +21,27 @@ from rich.console import Console
 from slipstream.cli.demo import task
 from slipstream.cli.demo.chart import bar_chart
 from slipstream.cli.demo.codec_choice import CODECS, NONE, Candidate, predict, worth_trying
-from slipstream.cli.demo.measured import ALONE, DDP, EXACT, LOSSY, ROUNDING, Measured, headline
+from slipstream.cli.demo.measured import (
+    ALONE,
+    DDP,
+    EXACT,
+    LOCAL,
+    LOSSY,
+    ROUNDING,
+    Measured,
+    headline,
+)
 from slipstream.cli.demo.progress import Bars
 from slipstream.cli.demo.report import alternation, result
-from slipstream.cli.demo.training import in_turn
-from slipstream.cli.demo.trainings import Ddp, DemoTraining, Slipstream
+from slipstream.cli.demo.training import MEETINGS, in_turn
+from slipstream.cli.demo.trainings import Ddp, DemoTraining, Local, Slipstream
 from slipstream.planner.iteration.plan import CommPlan
 from slipstream.planner.iteration.simulate import simulate
 from slipstream.planner.network.costs import CodecCost
 from slipstream.strategy import DgcConfig, Strategy
 from slipstream.testbed import unavailable
 from slipstream.trace import chrome
+from slipstream.trace.event import exchange_order
 from tests.harness.ranks import Ranks
 from tests.planner.networks import ethernet_profile
 from tests.planner.test_ranking import workload
@@ -57,18 +67,19 @@ MEASURED = Measured(
         DDP: [1.2, 1.0, 0.8] * 3,
         EXACT: [1.2, 1.0, 0.8] * 3,
         LOSSY: [0.6, 0.5, 0.4] * 3,
+        LOCAL: [0.48, 0.4, 0.32] * 3,
     },
-    exchanges={DDP: 3, EXACT: 4, LOSSY: 1},
-    apart_after_one_step={EXACT: 7e-8, LOSSY: 3e-2},
-    final_loss={DDP: 0.05, EXACT: 0.05, LOSSY: 0.06},
-    accuracy={DDP: 0.97, EXACT: 0.97, LOSSY: 0.965},
+    exchanges={DDP: 3, EXACT: 4, LOSSY: 1, LOCAL: 1},
+    apart_after_one_step={EXACT: 7e-8, LOSSY: 3e-2, LOCAL: 2e-2},
+    final_loss={DDP: 0.05, EXACT: 0.05, LOSSY: 0.06, LOCAL: 0.055},
+    accuracy={DDP: 0.97, EXACT: 0.97, LOSSY: 0.965, LOCAL: 0.968},
     versions={},
 )
 
 
 def without_codec(measured: Measured) -> Measured:
     seconds = {name: times for name, times in measured.seconds.items() if name != LOSSY}
-    exchanges = {name: measured.exchanges[name] for name in (DDP, EXACT)}
+    exchanges = {name: measured.exchanges[name] for name in (DDP, EXACT, LOCAL)}
     return replace(measured, tried={}, codec=None, seconds=seconds, exchanges=exchanges)
 
 
@@ -98,12 +109,12 @@ def test_it_trains_all_and_leaves_what_it_promises(tmp_path: Path) -> None:
 
     measured = Measured.read(folder / "demo.json")
     lossy = {LOSSY} if measured.codec else set()  # whether one pays depends on the machine
-    assert set(measured.seconds) == {DDP, EXACT, ALONE} | lossy
-    assert {len(measured.seconds[name]) for name in (DDP, EXACT)} == {2}
+    assert set(measured.seconds) == {DDP, EXACT, LOCAL, ALONE} | lossy
+    assert {len(measured.seconds[name]) for name in (DDP, EXACT, LOCAL)} == {2}
     assert len(measured.seconds[ALONE]) == 1
     assert set(os.listdir(folder)) - {"logs"} == {
         *("trace.json", "cluster.yaml", "exact.yaml", "overview.txt", "demo.json", "report.html"),
-        *(["lossy.yaml"] if lossy else []),
+        *("local.yaml", *(["lossy.yaml"] if lossy else [])),
     }
     # Two summands have one order: both must do the same, bit for bit.
     assert measured.apart_after_one_step[EXACT] == 0
@@ -116,7 +127,12 @@ def test_it_trains_all_and_leaves_what_it_promises(tmp_path: Path) -> None:
     assert len({event.step for event in trace.events}) == 5
     kept = Strategy.load(folder / "exact.yaml").gradients
     assert kept.transport.kind == measured.transport
-    assert len(trace.meta["segments"]) == measured.exchanges[EXACT]
+    last = max(event.step for event in trace.events)
+    sent = [e for e in trace.events if (e.rank, e.step) == (0, last) and exchange_order(e.name)]
+    # a segment of which a part is sharded and a part is not has two
+    by_segment = {event.name: event.args["collectives"] for event in sent}
+    assert len(trace.meta["segments"]) == len(by_segment)
+    assert sum(by_segment.values()) == measured.exchanges[EXACT]
     assert [one.codec for one in measured.candidates] == [NONE, *CODECS]
     assert measured.codec in (measured.tried or {None: 0.0})
     assert interfaces() == before
@@ -157,18 +173,18 @@ def test_the_result_holds_what_was_measured() -> None:
     assert rows[0] == "exact: 1.00x as fast as DDP (1.00 .. 1.00), too close to say; with PowerSGD"
     assert "exposed exchange 0.700 s 0.700 s 0.200 s" in rows
     assert "gradients -> exchanges 62 -> 3 62 -> 4 62 -> 1" in rows
-    assert "from DDP after one step 7e-08 3e-02" in rows
-    assert "final loss 0.0500 0.0500 0.0600" in rows
-    assert "held-out accuracy 97.0% 97.0% 96.5%" in rows
+    assert "from DDP after one step 7e-08 3e-02 2e-02" in rows
+    assert "final loss 0.0500 0.0500 0.0600 0.0550" in rows
+    assert "held-out accuracy 97.0% 97.0% 96.5% 96.8%" in rows
     assert "none: exact, direct 100.0% 4 1.100 s 1.000 s +10.0%" in rows
     assert "PowerSGD 0.6% 1 0.500 s 0.550 s 0.500 s +0.0%" in rows
 
 
 def test_where_no_codec_pays_the_result_says_so() -> None:
     rows = shown(without_codec(MEASURED), width=100)
-    assert rows[0].endswith("(1.00 .. 1.00), too close to say; no codec is predicted to pay here")
+    assert any("too close to say; no codec is predicted to pay here" in row for row in rows)
     assert "No codec runs: none is predicted to save 5%." in rows
-    assert not any("lossy" in row for row in rows)
+    assert not any("PowerSGD, lossy" in row for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +198,7 @@ def test_where_no_codec_pays_the_result_says_so() -> None:
 )
 def test_the_headline_is_honest(times: list[float], said: str) -> None:
     ones = [1.0] * len(times)
-    seconds = {ALONE: [0.5], DDP: ones, EXACT: times, LOSSY: ones}
+    seconds = {ALONE: [0.5], DDP: ones, EXACT: times, LOSSY: ones, LOCAL: ones}
     assert headline(replace(MEASURED, seconds=seconds)).startswith(said)
 
 
@@ -197,11 +213,13 @@ def test_a_training_that_is_not_exact_is_called_so() -> None:
 def test_bars_are_as_long_as_the_times_and_lossy_ones_differ_without_colours(width: int) -> None:
     chart = str(bar_chart(alternation(MEASURED).trainings, width)).splitlines()
     assert all(len(row) <= width for row in chart)
-    ddp, exact, lossy, alone = chart
+    ddp, exact, lossy, local, alone = chart
     assert (ddp.count("█"), exact.count("█")) == (exact.count("█"), ddp.count("█"))
     assert abs(lossy.count("▒") - ddp.count("█") / 2) <= 1
     assert ddp.index("┼") == exact.index("┼") > lossy.index("┼") > alone.index("┼")
     assert "(lossy)" in lossy
+    assert "(lossy)" in local
+    assert lossy.index("┼") > local.index("┼") > alone.index("┼")
 
 
 def test_numbers_survive_their_file_with_the_gains_beside_them(tmp_path: Path) -> None:
@@ -263,6 +281,7 @@ def train_in_turn(transport: str) -> dict[str, object]:
         DDP: Ddp(5, 8),
         EXACT: exact,
         LOSSY: Slipstream(5, coded),
+        LOCAL: Local(5, MEETINGS),
         ALONE: DemoTraining(5),
     }
     apart = in_turn(trainings, batches[2:], Bars(Console(quiet=True)))
@@ -290,7 +309,9 @@ def test_all_continue_from_the_exact_training_and_only_the_lossy_one_departs(
         assert losses[LOSSY][:3] == losses[DDP][:3]  # two before the copies part, one after
         assert losses[LOSSY][3:] != losses[DDP][3:]
         assert len(got["rates"]) == 1
-        assert got["timed"] == {DDP: 1, EXACT: 1, LOSSY: 1, ALONE: 1}
+        assert losses[LOCAL][:3] == losses[DDP][:3]
+        assert got["apart"][LOCAL] > 10 * ROUNDING
+        assert got["timed"] == {DDP: 1, EXACT: 1, LOSSY: 1, LOCAL: 1, ALONE: 1}
 
 
 # The task.

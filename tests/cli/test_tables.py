@@ -152,7 +152,7 @@ def test_no_heading_and_no_cell_is_cut_at_80_columns(name: str) -> None:
 def test_the_links_of_a_testbed_fit_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     text = links_drawn(monkeypatch)
     assert "host from node0 to node0 round trip address" in headings(text)
-    assert "node63 1 Gbit/s 900 Mbit/s 1000 us 198.18.0.64" in headings(text)
+    assert "node63 1 Gbit/s 900 Mbit/s 1.00 ms 198.18.0.64" in headings(text)
 
 
 def test_a_strategy_takes_at_most_two_lines_of_the_plan_and_one_for_its_exactness() -> None:

@@ -41,8 +41,7 @@ def not_applicable(technique: Technique, habit: Habit) -> str | None:
         lacking.add("vmap")
     if technique.deals:
         lacking.add("same batches")
-    local = technique.strategy.get("local", {})
-    if local and not local.get("warm_up"):
+    if "local" in technique.strategy and technique.bound is not None:
         lacking.add("one update")
     parallel = technique.strategy.get("parallel", {})
     if technique.shares_batches:

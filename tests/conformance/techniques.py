@@ -366,6 +366,19 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("accumulate", {"gradients": {"accumulate": 2}}),
     Technique("local", {"local": LINEAR}, bound=0.5),
     Technique("local warm_up", {"local": {**LINEAR, "warm_up": 1000}}),
+    Technique("local auto", {"local": {"auto": True, "warm_up": 1000}}),
+    Technique("local island", {"local": LINEAR, "gradients": {"transport": "hierarchical"}}),
+    Technique(
+        "local stretch",
+        {"local": {**LINEAR, "stretch": 2}},
+        unavailable="ranks make as many updates as their speed allows, so that nothing plain is "
+        "equal; tests/local holds what is promised",
+    ),
+    Technique(
+        "local rendezvous",
+        {"local": {**LINEAR, "rendezvous": "node0:29400"}},
+        unavailable="its jobs have one rank each, and are started by themselves; tests/local",
+    ),
     Technique("autocast", {"precision": "autocast"}, bound=0.05, around_forward=bf16),
     Technique(
         "half_weights bf16", {"precision": {"kind": "half_weights", "dtype": "bf16"}}, bound=0.1

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import TestbedError
-from slipstream.testbed import Testbed, parse_rate, testbed, unavailable
+from slipstream.testbed import Line, Testbed, parse_rate, testbed, unavailable
 from slipstream.testbed.link_check import TOLERANCE
 from slipstream.testbed.machine import find_machine
 from slipstream.testbed.network import Namespace, NetworkPlan
@@ -55,6 +55,49 @@ def test_links_carry_the_rate_asked_for(rate: str) -> None:
             pytest.fail(f"{checks}")
         assert [link.node for link in checks] == list(bed.nodes[1:])
         assert all(0 < link.round_trip < 1 for link in checks)
+
+
+SENDS = """
+import hashlib, random, socket, sys
+content = random.Random(0).randbytes(2**20)
+with socket.create_server(("198.18.0.1", 7000)) as listener:
+    peer, _ = listener.accept()
+    peer.sendall(content)
+    print(hashlib.sha256(content).hexdigest() == peer.recv(64).decode())
+"""
+RECEIVES = """
+import hashlib, socket, time
+for _ in range(100):
+    try:
+        peer = socket.create_connection(("node0", 7000))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.05)
+found = hashlib.sha256(peer.recv(2**20, socket.MSG_WAITALL))
+peer.sendall(found.hexdigest().encode())
+"""
+
+
+@needs_hosts
+def test_a_long_line_is_late_and_loses_packets(tmp_path: Path) -> None:
+    line = Line(round_trip=0.06, loss=0.02)
+    with Testbed(nodes=3, rate="200mbit", line=line) as bed:
+        checks = bed.check()
+        assert all(0.06 <= link.round_trip < 0.3 for link in checks)
+        assert all(0 < max(link.there, link.back) < 1e8 for link in checks)
+        programs = [[sys.executable, "-c", text] for text in (SENDS, RECEIVES, "")]
+        log = tmp_path / "log"
+        with log.open("w") as out:
+            first = bed.popen(bed.nodes[0], programs[0], stdout=out)
+            assert bed.popen(bed.nodes[1], programs[1]).wait(60) == 0
+            assert first.wait(60) == 0
+        assert log.read_text() == "True\n"
+
+
+@pytest.mark.parametrize("wrong", [{"round_trip": 11.0}, {"loss": 1.0}, {"round_trip": -1.0}])
+def test_a_line_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(TestbedError, match="allowed: 0 to"):
+        Line(**wrong)
 
 
 @needs_hosts
@@ -234,7 +277,7 @@ def test_a_testbed_that_cannot_be_built_says_why_and_leaves_nothing(monkeypatch)
         pytest.skip(_reason)
     broken = Namespace("node0", ["link set no-such-interface up"], [], [])
     empty = Namespace("switch", [], [], [])
-    monkeypatch.setattr(testbed, "plan", lambda *_: NetworkPlan([broken], empty, ""))
+    monkeypatch.setattr(testbed, "plan", lambda *_: NetworkPlan([broken], empty, "", []))
     bed = Testbed(nodes=1)
     with pytest.raises(TestbedError, match=r"node0: .*ip -batch -: .*no-such-interface"), bed:
         pass

@@ -13,6 +13,7 @@ from rich.console import Console
 from typer import Option
 
 from slipstream.analysis.compact_table import compact
+from slipstream.analysis.time_unit import format_seconds
 from slipstream.cli.options import (
     LinkRate,
     LogDir,
@@ -24,7 +25,7 @@ from slipstream.cli.options import (
 from slipstream.cli.ranks import log_folder, run_on_hosts
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.strategy import Strategy
-from slipstream.testbed import Testbed, format_rate
+from slipstream.testbed import Line, Testbed, format_rate
 from slipstream.testbed.link_check import TOLERANCE
 
 app = typer.Typer(no_args_is_help=True)
@@ -32,6 +33,8 @@ app = typer.Typer(no_args_is_help=True)
 console = Console(stderr=True)
 
 _Nodes = Annotated[int, Option(help="Number of hosts.")]
+_RoundTrip = Annotated[float, Option(help="Milliseconds there and back, beside the rate.")]
+_Loss = Annotated[float, Option(help="Packets that are lost each way, in percent.")]
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -41,6 +44,8 @@ def run(
     nodes: _Nodes = 4,
     ranks_per_node: RanksPerNode = 1,
     rate: LinkRate = "1gbit",
+    round_trip_ms: _RoundTrip = 0.0,
+    loss_percent: _Loss = 0.0,
     strategy: StrategyOption = None,
     log_dir: LogDir = None,
 ) -> None:
@@ -52,7 +57,7 @@ def run(
     [dim]slipstream testbed run --nodes 4 --rate 1gbit -- train.py --steps 20[/dim]
     [dim]slipstream testbed run --nodes 2 --ranks-per-node 2 --rate 300mbit train.py[/dim]
     """
-    bed = Testbed(nodes, rate)
+    bed = Testbed(nodes, rate, Line(round_trip_ms / 1e3, loss_percent / 100))
     LaunchSpec(script=script, nproc=ranks_per_node, log_dir=Path())  # checks the arguments
     if strategy is not None:
         Strategy.load(strategy)
@@ -64,27 +69,37 @@ def run(
 
 
 @app.command()
-def check(nodes: _Nodes = 4, rate: LinkRate = "1gbit") -> None:
+def check(
+    nodes: _Nodes = 4,
+    rate: LinkRate = "1gbit",
+    round_trip_ms: _RoundTrip = 0.0,
+    loss_percent: _Loss = 0.0,
+) -> None:
     """Measure what the emulated links carry, and run nothing else.
 
     [dim]slipstream testbed check --nodes 4 --rate 300mbit[/dim]
+    [dim]slipstream testbed check --rate 1gbit --round-trip-ms 50 --loss-percent 0.1[/dim]
     """
-    with Testbed(nodes, rate) as bed:
+    with Testbed(nodes, rate, Line(round_trip_ms / 1e3, loss_percent / 100)) as bed:
         _check(bed)
 
 
 def _check(bed: Testbed) -> None:
     """Measure the links, draw them, and warn of those that miss the rate."""
     title = f"testbed: links of {format_rate(bed.rate)}"
+    if bed.line.is_long:
+        title += f", round trip {bed.line.round_trip * 1e3:g} ms, {bed.line.loss:.3g} lost each way"
     headings = ("host", "from node0", "to node0", "round trip", "address")
     table = compact(title, *headings, left=["host", "address"])
     table.add_row(bed.nodes[0].name, "", "", "", bed.nodes[0].address)
     checks = bed.check()
     for link in checks:
         there, back = format_rate(link.there), format_rate(link.back)
-        trip = f"{link.round_trip * 1e6:.0f} us"
+        trip = format_seconds(link.round_trip)
         table.add_row(link.node.name, there, back, trip, link.node.address)
     console.print(table)
+    if bed.line.is_long:  # what one connection reaches there is its own affair
+        return
     for link in checks:
         if (off := link.off(bed.rate)) > TOLERANCE:
             console.print(

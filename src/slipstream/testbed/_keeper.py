@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
+SIOCETHTOOL, ETHTOOL_STXCSUM, ETHTOOL_STSO, ETHTOOL_SGSO = 0x8946, 0x17, 0x1F, 0x24
 
 
 def main() -> None:
@@ -44,9 +47,11 @@ def main() -> None:
 
 def build(plan: dict[str, Any], tools: dict[str, str]) -> list[int]:
     """Start one process for each host and join them by the switch; returns those processes."""
-    hosts = [start_host(host, tools) for host in plan["hosts"]]
+    hosts = [start_host(host, tools, bool(plan["program"])) for host in plan["hosts"]]
     pids = [answer(host) for host in hosts]
     set_up(plan["switch"], tools)
+    if plan["program"]:
+        start_switch(plan["program"])
     for host in hosts:
         print("the switch is up", file=host, flush=True)
     for host in hosts:
@@ -69,22 +74,41 @@ def answer(host: TextIO) -> int:
     return int(reply)
 
 
-def start_host(host: dict[str, Any], tools: dict[str, str]) -> TextIO:
-    """Fork a process that sets up its namespaces and stays; returns the connection to it."""
+def start_switch(arguments: Sequence[str]) -> None:
+    """Start the program that hands frames on; it ends with this process."""
+    program = [sys.executable, "-I", str(Path(__file__).with_name("_switch.py")), *arguments]
+    switch = subprocess.Popen(
+        program, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert switch.stdout is not None
+    if (answered := switch.stdout.readline()) != b"up\n":
+        words = (answered + switch.stdout.read()).decode().split("\n")
+        raise RuntimeError(f"the switch: {' '.join(words[-2:])}")
+
+
+def start_host(host: dict[str, Any], tools: dict[str, str], plain_frames: bool) -> TextIO:
+    """Fork a process that sets up its namespaces and stays; returns the connection to it.
+
+    ``plain_frames``: as they are on a cable, not larger ones that the kernel would cut.
+    """
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
         ours.close()
-        be_host(host, tools, theirs.makefile("rw"))
+        be_host(host, tools, theirs.makefile("rw"), plain_frames)
     theirs.close()
     return ours.makefile("rw")
 
 
-def be_host(host: dict[str, Any], tools: dict[str, str], line: TextIO) -> NoReturn:
+def be_host(
+    host: dict[str, Any], tools: dict[str, str], line: TextIO, plain_frames: bool
+) -> NoReturn:
     """Set up the namespaces in two steps, each answered with this process's number; hold them."""
     try:
         unshare(CLONE_NEWNET | CLONE_NEWUTS)
         socket.sethostname(host["name"])
         set_up(host, tools)
+        if plain_frames:
+            make_frames_plain(host["interface"])
         print(os.readlink("/proc/self"), file=line, flush=True)
         line.readline()
         run([tools["ip"], "-batch", "-"], host["plug"])
@@ -106,6 +130,15 @@ def set_up(namespace: dict[str, Any], tools: dict[str, str]) -> None:
         Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("cubic")
     for tool in ("ip", "tc"):
         run([tools[tool], "-batch", "-"], namespace[tool])
+
+
+def make_frames_plain(interface: str) -> None:
+    """Let the kernel cut what is sent into frames, and add up their checksums."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for setting in (ETHTOOL_STSO, ETHTOOL_SGSO, ETHTOOL_STXCSUM):
+            value = ctypes.create_string_buffer(struct.pack("II", setting, 0))
+            name = interface.encode()
+            fcntl.ioctl(any_socket, SIOCETHTOOL, struct.pack("16sP", name, ctypes.addressof(value)))
 
 
 def run(argv: list[str], lines: Sequence[str] = ()) -> None:

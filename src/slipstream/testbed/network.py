@@ -6,7 +6,8 @@
                                \\       /
                                 bridge      (in the namespace of the keeper, its process 1)
 
-A token bucket (``tbf``) on ``eth0`` shapes what a node sends, one on its port what it receives.
+A token bucket (``tbf``) on ``eth0`` shapes what a node sends, one on its port what it receives. On
+a long line a program (``_switch.py``) takes the place of the bridge.
 """
 
 from __future__ import annotations
@@ -46,15 +47,44 @@ class Namespace:
     ip: list[str]
     tc: list[str]
     plug: list[str]
+    interface: str = INTERFACE
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a packet meets on its way from host to host, beside the rate.
+
+    Attributes:
+        round_trip: seconds there and back.
+        loss: share of the packets that are lost, each way.
+    """
+
+    round_trip: float = 0.0
+    loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.round_trip <= 10:
+            raise TestbedError(f"round trip {self.round_trip:g} s; allowed: 0 to 10 s")
+        if not 0 <= self.loss < 1:
+            raise TestbedError(f"loss {self.loss:g}; allowed: 0 to less than 1, or 0% to 99%")
+
+    @property
+    def is_long(self) -> bool:
+        """Whether packets are late, or lost."""
+        return self.round_trip > 0 or self.loss > 0
 
 
 @dataclass(frozen=True)
 class NetworkPlan:
-    """Namespaces to set up, the hosts before the switch, and the text of ``/etc/hosts``."""
+    """Namespaces to set up, the hosts before the switch, and the text of ``/etc/hosts``.
+
+    ``program`` are the arguments of the switch, where it is one: delay, loss and ports.
+    """
 
     hosts: list[Namespace]
     switch: Namespace
     names: str
+    program: list[str]
 
 
 def make_nodes(count: int) -> tuple[Node, ...]:
@@ -72,7 +102,7 @@ def make_nodes(count: int) -> tuple[Node, ...]:
     return tuple(Node(i, f"node{i}", f"198.18.0.{i + 1}") for i in range(count))
 
 
-def plan(nodes: tuple[Node, ...], rate: int) -> NetworkPlan:
+def plan(nodes: tuple[Node, ...], rate: int, line: Line) -> NetworkPlan:
     """Namespaces for ``nodes`` on one switch, every link at ``rate`` bits per second both ways.
 
     The switch of a testbed is in a namespace, too, so that names and addresses cannot clash with
@@ -80,13 +110,18 @@ def plan(nodes: tuple[Node, ...], rate: int) -> NetworkPlan:
     """
     ports = [f"port{node.index}" for node in nodes]
     hosts = [_host(node, port, rate) for node, port in zip(nodes, ports, strict=True)]
-    ip = ["link add bridge type bridge", "link set bridge up"]
-    ip += [f"link set {port} master bridge up" for port in ports]
+    program: list[str] = []
+    if line.is_long:
+        ip = [f"link set {port} up" for port in ports]
+        program = [str(line.round_trip / 2), str(line.loss), *ports]
+    else:
+        ip = ["link add bridge type bridge", "link set bridge up"]
+        ip += [f"link set {port} master bridge up" for port in ports]
     switch = Namespace("switch", ip, [shape(port, rate) for port in ports], plug=[])
     names = {"127.0.0.1": "localhost"} | {node.address: node.name for node in nodes}
     # Also IPv4-mapped IPv6 addresses: torch warns if those have no name.
     lines = [f"{address} {name}\n::ffff:{address} {name}-ipv6\n" for address, name in names.items()]
-    return NetworkPlan(hosts, switch, "".join(lines))
+    return NetworkPlan(hosts, switch, "".join(lines), program)
 
 
 def _host(node: Node, port: str, rate: int) -> Namespace:

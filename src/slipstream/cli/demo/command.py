@@ -38,6 +38,7 @@ FILES = {
     "cluster.yaml": "what exchanges cost on this network",
     "exact.yaml": "what slipstream chose, for SLIPSTREAM_STRATEGY or --strategy",
     "lossy.yaml": "the same with the codec",
+    "local.yaml": "ranks that meet rarely instead",
     "overview.txt": "the strategy, and what each setting resolved to",
     "demo.json": "every number that was measured",
 }
@@ -54,12 +55,13 @@ def demo(
         "slipstream-demo"
     ),
 ) -> None:
-    """Train an image classifier with DDP, with slipstream, and with a codec, in turn.
+    """Train an image classifier with DDP and with slipstream, exact and lossy, in turn.
 
     ResNet-18 learns handwritten digits on 4 emulated hosts, joined by links
     of 1 Gbit/s. slipstream tries transports and splits in its first updates,
     DDP bucket sizes; network and codecs are measured, and the planner picks a
-    codec if one pays. Then all go on from the same weights, see the same
+    codec if one pays; another training lets ranks train apart and meet, a
+    tenth of the model at a time. Then all go on from the same weights, see the same
     batches and take turns, an iteration each. The first line of the result is
     the gain. About three minutes on 2 cores. Where hosts cannot be emulated,
     the ranks share this one.

@@ -14,6 +14,7 @@ from slipstream.errors import TraceError
 from slipstream.tuner.significance import median_interval
 
 DDP, EXACT, LOSSY, ALONE = "DDP", "slipstream, exact", "slipstream, lossy", "no exchange"
+LOCAL = "slipstream, local"
 ROUNDING = 1e-5
 """How far the exact training may be from DDP after one step: float32 sums in another order."""
 
@@ -22,10 +23,10 @@ ROUNDING = 1e-5
 class Measured:
     """The measurements of all ranks.
 
-    Mappings are by training; a lossy one is missing where no ``codec`` pays. ``seconds`` are those
-    of each timed iteration on the slowest rank. ``apart_after_one_step`` is the largest relative
-    difference from DDP of a parameter or its momentum. ``reason`` says why the exact training uses
-    its ``transport`` and split. ``tried`` are seconds of an iteration with each codec that was
+    Mappings are by training; that with a codec is missing where no ``codec`` pays. ``seconds`` are
+    those of each timed iteration on the slowest rank. ``apart_after_one_step`` is the largest
+    relative difference from DDP of a parameter or its momentum. ``reason`` says why the exact
+    training uses its ``transport`` and split. ``tried`` are seconds of an iteration with each codec that was
     predicted to be worth it; ``codec`` is the fastest of them.
     """
 
@@ -51,7 +52,7 @@ class Measured:
     @property
     def trainings(self) -> list[str]:
         """Those that exchange, DDP first."""
-        return [name for name in (DDP, EXACT, LOSSY) if name in self.exchanges]
+        return [name for name in (DDP, EXACT, LOSSY, LOCAL) if name in self.exchanges]
 
     @property
     def is_exact(self) -> bool:
@@ -110,8 +111,10 @@ def gain(measured: Measured, name: str) -> Gain:
 
 
 def headline(measured: Measured) -> str:
-    """The gain of both trainings in a line."""
+    """The gains in a line."""
     words = f"exact: {gain(measured, EXACT).in_words(' as fast as DDP')}"
     if measured.codec is None:
-        return f"{words}; no codec is predicted to pay here"
-    return f"{words}; with {measured.codec} (lossy): {gain(measured, LOSSY).in_words()}"
+        words += "; no codec is predicted to pay here"
+    else:
+        words += f"; with {measured.codec} (lossy): {gain(measured, LOSSY).in_words()}"
+    return f"{words}; local (lossy): {gain(measured, LOCAL).in_words()}"

@@ -15,6 +15,7 @@ from slipstream.cli.demo.measured import (
     ALONE,
     DDP,
     EXACT,
+    LOCAL,
     LOSSY,
     ROUNDING,
     Measured,
@@ -23,7 +24,13 @@ from slipstream.cli.demo.measured import (
 )
 from slipstream.report.alternation import Alternation, TimedTraining, TrainingKind
 
-KINDS: dict[str, TrainingKind] = {DDP: "baseline", EXACT: "exact", LOSSY: "lossy", ALONE: "floor"}
+KINDS: dict[str, TrainingKind] = {
+    DDP: "baseline",
+    EXACT: "exact",
+    LOSSY: "lossy",
+    LOCAL: "lossy",
+    ALONE: "floor",
+}
 
 
 def alternation(measured: Measured) -> Alternation:
@@ -31,6 +38,7 @@ def alternation(measured: Measured) -> Alternation:
     names = {
         DDP: f"DDP, {measured.ddp_megabytes} MB buckets",
         LOSSY: f"slipstream, {measured.codec} (lossy)",
+        LOCAL: f"{LOCAL} (lossy)",
     }
     trainings = []
     for name in (*measured.trainings, ALONE):
@@ -67,7 +75,8 @@ def table(measured: Measured) -> Table:
     """Tabulate what each training exchanges, and what it learned."""
     names = measured.trainings
     alone = median(measured.seconds[ALONE])
-    headings = ["", DDP, "exact", *([f"{measured.codec}, lossy"] if LOSSY in names else [])]
+    coded = [f"{measured.codec}, lossy"] if LOSSY in names else []
+    headings = ["", DDP, "exact", *coded, "local, lossy"]
     table = compact("", *headings, left=[""])
     exposed = (median(measured.seconds[name]) - alone for name in names)
     table.add_row("exposed exchange", *map(_seconds, exposed))

@@ -5,7 +5,7 @@
 2. DDP tries bucket sizes on copies.
 3. Network and codecs are measured, an iteration with each codec is predicted, and those that are
    predicted to be close are tried on copies.
-4. DDP, the lossy training and one without any exchange continue from the exact one. Every timed
+4. DDP, the lossy trainings and one without any exchange continue from the exact one. Every timed
    step gives the same batch to all of them, in random order, between barriers.
 """
 
@@ -28,10 +28,10 @@ from rich.progress import TaskID
 from slipstream.calibration.calibrate import SIZES, calibrate
 from slipstream.cli.demo import task
 from slipstream.cli.demo.codec_choice import CODECS, Candidate, predict, worth_trying
-from slipstream.cli.demo.measured import ALONE, DDP, EXACT, LOSSY, Measured
+from slipstream.cli.demo.measured import ALONE, DDP, EXACT, LOCAL, LOSSY, Measured
 from slipstream.cli.demo.progress import Bars
 from slipstream.cli.demo.task import DemoBatch
-from slipstream.cli.demo.trainings import Ddp, DemoTraining, Slipstream, distance
+from slipstream.cli.demo.trainings import Ddp, DemoTraining, Local, Slipstream, distance
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.planner.iteration.traced import traced_strategy
 from slipstream.planner.iteration.transport_cost import curves_of, transport_kind
@@ -48,6 +48,9 @@ TRIALS, UNTIMED = 4, 2
 """Iterations of each bucket size and each codec; DDP rebuilds its buckets in the first ones."""
 CALIBRATION_SECONDS = 1.0
 ALONE_EVERY = 3
+MEETINGS = Strategy.load({"local": {"steps": 10, "fragments": 10, "codec": "int8"}})
+"""A tenth of the model meets at every update, so that iterations are alike; none is hidden behind
+another's turn."""
 
 
 class Planned(NamedTuple):
@@ -82,6 +85,7 @@ def main(steps: int, folder: str, network: str, terminal: bool, columns: int) ->
         if tried:
             strategy = planned.worth_trying[fastest(tried)]
             trainings[LOSSY] = Slipstream(updates, strategy)
+        trainings[LOCAL] = Local(updates, MEETINGS)
         trainings[ALONE] = DemoTraining(updates)
         apart = in_turn(trainings, batches[first:], bars)
     measured = collect(trainings, planned, tried, apart, network, held_out)
@@ -234,7 +238,7 @@ def collect(
         exchanges={n: one.exchanges for n, one in exchanging.items()},
         apart_after_one_step=dict(apart),
         final_loss={name: one.final_loss() for name, one in exchanging.items()},
-        accuracy={n: task.accuracy(one.model, held_out) for n, one in exchanging.items()},
+        accuracy={n: one.accuracy(held_out) for n, one in exchanging.items()},
         versions={"slipstream": __version__, "torch": torch.__version__},
     )
 
@@ -256,6 +260,7 @@ def leave_strategies(
             late = codec.model_copy(update={"start_step": first})
             strategy = strategy.with_gradients(codec=late)
         (folder / "lossy.yaml").write_text(settings(strategy))
+    (folder / "local.yaml").write_text(format_yaml(MEETINGS.document()))
     reports = [one.session.report() for one in of_slipstream.values()]
     (folder / "overview.txt").write_text("\n".join(reports) + "\n")
 

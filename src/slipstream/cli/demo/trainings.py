@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LinearLR
 
-from slipstream.cli.demo.task import DemoBatch, ResNet18, cross_entropy
+from slipstream.cli.demo.task import DemoBatch, ResNet18, accuracy, cross_entropy
 from slipstream.session.accelerate import accelerate
 from slipstream.strategy import Strategy
 
@@ -63,6 +63,10 @@ class DemoTraining:
         spent = torch.tensor([time.perf_counter() - start])
         dist.all_reduce(spent, op=dist.ReduceOp.MAX)
         self.seconds.append(spent.item())
+
+    def accuracy(self, held_out: DemoBatch) -> float:
+        """Of the model on other data."""
+        return accuracy(self.model, held_out)
 
     def close(self) -> None:
         """Undo what was installed."""
@@ -137,6 +141,20 @@ class Slipstream(DemoTraining):
         self.session.backward(loss)
         self.session.step()
         return loss.detach()
+
+
+class Local(Slipstream):
+    """Slipstream on ranks that train apart, and meet."""
+
+    @property
+    def exchanges(self) -> int:
+        """The meeting of a fragment."""
+        return 1
+
+    def accuracy(self, held_out: DemoBatch) -> float:
+        """Of what all ranks have together."""
+        with self.session.evaluating():
+            return super().accuracy(held_out)
 
 
 @torch.no_grad()
