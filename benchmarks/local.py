@@ -50,6 +50,7 @@ from benchmarks.cases import MODELS, Case, as_ranks, share_cores, wire_seconds
 from benchmarks.convergence import Task, digits_task, text_task
 from benchmarks.iteration import LEARNING_RATE, on_loopback, plain, quartiles
 from benchmarks.record import finish
+from benchmarks.torchft_diloco import DiLoCo
 from benchmarks.turns import slowest
 from examples import data
 from slipstream.calibration.calibrate import SIZES, calibrate
@@ -82,7 +83,12 @@ LOCAL = (
     "16 steps, lr 1.0, momentum 0.0",
 )
 """Names of settings; `settings_of` reads any others, too."""
-OTHERS = ("data parallel", "data parallel and outer steps", "torch, post-local SGD, 16 steps")
+TORCHFT = {"torchft DiLoCo, 16 steps": 0, "torchft DiLoCo, 16 steps, delay 4": 4}
+"""Updates that hide an exchange, by name."""
+OTHERS = (
+    *("data parallel", "data parallel and outer steps", "torch, post-local SGD, 16 steps"),
+    *TORCHFT,
+)
 POINTS = 8
 """On a curve of losses."""
 
@@ -207,15 +213,19 @@ class Training:
         self._session: Any = None
         self._outer: torch.optim.Optimizer | None = None
         self._averaged: Any = None
+        self._torchft: DiLoCo | None = None
+        self._delay, self._meets_by_torchft = TORCHFT.get(name, 0), name in TORCHFT
         if name not in OTHERS:
             local = {"warm_up": self.warm_up, **settings_of(name)}
             self._session = slipstream.accelerate(
                 self.model, self.optimizer, None, {"local": local}
             )
-        elif name == OTHERS[2]:
+        elif name == OTHERS[2] or name in TORCHFT:
             self._ddp = wrapped_in_ddp(self.model, None)
-            averager = PeriodicModelAverager(period=16, warmup_steps=self.warm_up)
-            self._averaged = PostLocalSGDOptimizer(self.optimizer, averager)
+            self._averaged = self.optimizer
+            if name == OTHERS[2]:
+                averager = PeriodicModelAverager(period=16, warmup_steps=self.warm_up)
+                self._averaged = PostLocalSGDOptimizer(self.optimizer, averager)
         else:
             self._session = slipstream.accelerate(self.model, self.optimizer)
         if name == OTHERS[1]:
@@ -232,6 +242,8 @@ class Training:
                 self.task.loss(self._ddp, batch).backward()
             self._averaged.step()
             self._averaged.zero_grad()
+            if self._meets_by_torchft and self._updates == self.warm_up:
+                self._torchft = DiLoCo(self.model, self.optimizer, 16, self._delay)
             return
         self._session.backward(self.task.loss(self.model, batch))
         self._session.step()
@@ -251,6 +263,8 @@ class Training:
     def close(self) -> None:
         if self._session is not None:
             self._session.close()
+        if self._torchft is not None:
+            self._torchft.close()
 
 
 def train(task: Task, name: str, seed: int, steps: int) -> Run:
@@ -412,12 +426,26 @@ def speed(args: argparse.Namespace) -> None:
 
         return iterate
 
+    def torchft(delay: int) -> Callable[[], None]:
+        model, loss_of = case.make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        rivals.append(DiLoCo(model, optimizer, ROUND, delay))
+
+        def iterate() -> None:
+            loss_of(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return iterate
+
+    rivals: list[DiLoCo] = []
     sessions: list[Any] = []
     made: dict[str, tuple[Callable[[], Callable[[], None]], int]] = {
         "no exchange": (lambda: plain(*case.make()), 4),
         **{f"DDP, {mb:g} MB": (partial(ddp, mb), 2) for mb in args.ddp},
         **{name: (partial(ours, {"gradients": g}), 2) for name, g in SPEED.items()},
         **{f"local, {n}": (partial(ours, {"local": settings_of(n)}), ROUND) for n in FAST},
+        **{name: (partial(torchft, delay), ROUND) for name, delay in TORCHFT.items()},
         AUTO: (partial(ours, {"local": "auto"}), ROUND),
     }
     names = ["no exchange", *args.variants] if args.variants else [*made]
@@ -477,6 +505,8 @@ def speed(args: argparse.Namespace) -> None:
             "auto": sessions[-1].state_dict()["local"]["config"] if AUTO in variants else {},
         }
         finish(args.json, "local", entry)
+    for rival in rivals:
+        rival.close()
     dist.barrier()
     dist.destroy_process_group()
 

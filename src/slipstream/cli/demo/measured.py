@@ -26,8 +26,8 @@ class Measured:
     Mappings are by training; that with a codec is missing where no ``codec`` pays. ``seconds`` are
     those of each timed iteration on the slowest rank. ``apart_after_one_step`` is the largest
     relative difference from DDP of a parameter or its momentum. ``reason`` says why the exact
-    training uses its ``transport`` and split. ``tried`` are seconds of an iteration with each codec that was
-    predicted to be worth it; ``codec`` is the fastest of them.
+    training uses its ``transport`` and split. ``tried`` are seconds of an iteration with each codec
+    that was predicted to be worth it; ``codec`` is the fastest of them.
     """
 
     nodes: int
