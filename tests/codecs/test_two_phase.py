@@ -108,8 +108,9 @@ def test_onebit_is_sign_and_mean_magnitude() -> None:
 def test_16_bits_need_no_compressor() -> None:
     for dtype, far in (("bf16", 2**-8), ("fp16", 2**-11)):
         codec, x = HalfCodec(dtype), torch.randn(1000, generator=torch.Generator().manual_seed(1))
-        back = codec.decode(codec.encode(x), torch.float32)
+        back = codec.encode(x).to(torch.float32)
         assert ((back - x).abs() <= far * x.abs() + 1e-7).all()
         pair = torch.complex(x[:10], x[10:20])
-        assert (codec.decode(codec.encode(pair), torch.complex64) - pair).abs().max() < 0.02
+        back = torch.view_as_complex(codec.encode(pair).to(torch.float32))
+        assert (back - pair).abs().max() < 0.02
     assert HalfConfig().exactness == "lossy"

@@ -34,13 +34,6 @@ def test_every_item_is_dealt_once(costs: list[float], speeds: list[float]) -> No
         assert all(runs)
 
 
-@given(costs, st.integers(1, 6))
-def test_equal_counts_differ_by_one(costs: list[float], ranks: int) -> None:
-    counts = [len(part) for part in deal(costs, [1.0] * ranks, equal_counts=True)]
-    assert sum(counts) == len(costs)
-    assert max(counts) - min(counts) <= 1
-
-
 @given(st.lists(st.integers(1, 20), min_size=2, max_size=9))
 def test_padded_runs_are_the_best_there_are(costs: list[int]) -> None:
     """Against all ways to cut the sorted items in two."""
@@ -237,10 +230,6 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "no number": (lambda: deal([math.nan], [1]), "not a number"),
     "no speed": (lambda: deal([1], []), "allowed: more than 0"),
     "few to pad": (lambda: deal_padded([1], [1, 1]), "1 items for 2 ranks"),
-    "counts by speed": (
-        lambda: deal([1, 1], [1, 2], equal_counts=True),
-        "equal_counts with different speeds",
-    ),
     "no cost": (lambda: LengthCost(0.0, 0.0), "more than 0 for one"),
     "few batches": (lambda: fit_cost([[1], [2]], [1, 2]), "2 batches and 2 times"),
     "equal batches": (lambda: fit_cost([[1]] * 4, [1, 1, 1, 1]), "of different lengths"),

@@ -49,4 +49,3 @@ def test_each_fragment_meets_once_a_round(steps: int, fragments: int, rounds: in
     sent = [fragment for update in updates for fragment in schedule.sent(update)]
     assert sent == [*range(fragments)] * (rounds + 1)
     assert all(len([*schedule.sent(update)]) <= 1 for update in updates)
-    assert all(1 <= schedule.next_meeting(update) <= steps for update in updates)

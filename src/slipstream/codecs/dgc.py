@@ -47,15 +47,12 @@ _ROW = 64
 
 @dataclass(frozen=True, slots=True)
 class DgcCodec:
-    """The largest values and their indices.
+    """The share of values that is sent, each with its index.
 
     Example:
         >>> codec = DgcCodec(density=0.25)
-        >>> indices, kept = codec.encode(torch.tensor([0.1, -3.0, 0.2, 1.0]))
-        >>> indices.tolist(), kept.tolist()
-        ([1], [-3.0])
-        >>> codec.decode(indices, kept, 4)
-        tensor([ 0., -3.,  0.,  0.])
+        >>> codec.count(1000), codec.wire_bytes(1000, torch.float32)
+        (250, 2000)
     """
 
     density: float = 0.001
@@ -69,16 +66,6 @@ class DgcCodec:
         """Bytes of the payload: 4 for an index, and a value, for each that is sent."""
         return self.count(numel) * (4 + real_dtype(dtype).itemsize)
 
-    def encode(self, values: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """Indices (int32) and values of the at most ``count`` largest; ``values`` are 1-D."""
-        values = values.detach()
-        indices = largest(values, self.count(values.numel()), self.sample, seed)
-        return indices.to(torch.int32), values[indices]
-
-    def decode(self, indices: Tensor, values: Tensor, numel: int) -> Tensor:
-        """The values at their indices, zeros elsewhere."""
-        return values.new_zeros(numel).index_add_(0, indices, values)
-
 
 def largest(
     values: Tensor, count: int, sample: float, seed: int, peaks: Tensor | None = None
@@ -89,6 +76,10 @@ def largest(
     it; of those, the largest are taken. At least 0.8 of ``count`` are found, unless magnitudes
     are so alike that ten estimates fail. ``peaks``: of rows of
     64 values each, if known.
+
+    Example:
+        >>> largest(torch.tensor([0.1, -3.0, 0.2, 1.0]), 1, sample=0.01, seed=0)
+        tensor([1])
     """
     total = values.numel()
     if total < EXACT_BELOW or count * 4 > total:

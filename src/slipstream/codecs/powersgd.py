@@ -33,12 +33,10 @@ class PowerSgdCodec:
 
     Example:
         >>> codec = PowerSgdCodec(rank=1)
-        >>> outer = torch.outer(torch.arange(1.0, 4), torch.arange(1.0, 6))
-        >>> p, q = codec.encode(outer)
-        >>> torch.allclose(codec.decode(p, q), outer)
-        True
-        >>> codec.pays((512, 512, 3, 3)), codec.pays((512,))
-        (True, False)
+        >>> codec.matrix((512, 512, 3, 3)), codec.matrix((512,))
+        ((512, 4608), None)
+        >>> codec.wire_values((512, 512, 3, 3)), codec.wire_values((512,))
+        (5120, 512)
     """
 
     rank: int = 4
@@ -55,25 +53,10 @@ class PowerSgdCodec:
         pays = (n + m) * self.rank * self.min_compression_rate < n * m
         return (n, m) if pays else None
 
-    def pays(self, shape: Sequence[int]) -> bool:
-        """Whether a gradient shrinks enough."""
-        return self.matrix(shape) is not None
-
     def wire_values(self, shape: Sequence[int]) -> int:
         """Values that travel for a gradient."""
         size = self.matrix(shape)
         return prod(shape) if size is None else sum(size) * min(self.rank, *size)
-
-    def encode(self, values: Tensor, q: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """P and Q of one matrix on one rank."""
-        if q is None:
-            q = direction(values.shape[1], min(self.rank, *values.shape), 0).to(values)
-        p = orthonormal(values @ orthonormal(q))
-        return p, values.T @ p
-
-    def decode(self, p: Tensor, q: Tensor) -> Tensor:
-        """The matrix of rank r that P and Q stand for."""
-        return p @ q.T
 
 
 def orthonormal(matrix: Tensor) -> Tensor:

@@ -112,11 +112,6 @@ class Packed:
         """Number of packed sequences."""
         return int(self.sequences.max()) + 1
 
-    @property
-    def fill(self) -> float:
-        """The part of the tokens that is no padding."""
-        return float((self.sequences != PADDING).float().mean())
-
 
 def pack(
     sequences: Sequence[torch.Tensor], length: int | None = None, *, padding: int = 0

@@ -37,12 +37,3 @@ class MeetingSchedule:
             first = (fragment + 1) * self.steps // self.fragments
             if update >= first and (update - first) % self.steps == 0:
                 yield fragment
-
-    def next_meeting(self, update: int) -> int:
-        """Updates from ``update`` until the next fragment is sent.
-
-        Example:
-            >>> MeetingSchedule(steps=4, fragments=1, delay=0).next_meeting(3)
-            1
-        """
-        return next(n for n in range(1, self.steps + 1) if any(True for _ in self.sent(update + n)))

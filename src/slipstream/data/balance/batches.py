@@ -152,10 +152,10 @@ class BalancedBatches(Sampler[list[int]]):
         amounts = [self._amount(part, per) for part in parts]
         return self._ranks * amounts[self._rank] / max(sum(amounts), 1)
 
-    def idle(self, epoch: int | None = None) -> float:
+    def idle(self) -> float:
         """The predicted share of the ranks' time that is spent waiting for the slowest, in the
-        first LOOKED_AT updates of an epoch."""
-        start = (self._epoch if epoch is None else epoch), 0
+        first LOOKED_AT updates of the epoch."""
+        start = self._epoch, 0
         busy = slowest = 0.0
         for step in range(min(len(self._plan(start)), LOOKED_AT)):
             seconds = [

@@ -17,9 +17,7 @@ DealtItems = list[list[int]]
 _Part = tuple[float, list[int]]
 
 
-def deal(
-    costs: npt.ArrayLike, speeds: Sequence[float], *, equal_counts: bool = False
-) -> DealtItems:
+def deal(costs: npt.ArrayLike, speeds: Sequence[float]) -> DealtItems:
     """Deal items so that the sum of a rank's costs over its speed is about the same on all.
 
     - equal speeds: the largest differencing method of Karmarkar and Karp, for many parts: two
@@ -30,7 +28,6 @@ def deal(
     Args:
         costs: of the items, each 0 or more.
         speeds: of the ranks, relative, each more than 0.
-        equal_counts: numbers of items differ by one at most; for equal speeds alone.
 
     Returns:
         For each rank at least one item, if there are as many as ranks.
@@ -50,10 +47,7 @@ def deal(
     found = np.asarray(costs, dtype=np.float64)
     _check(found, speeds)
     if len(set(speeds)) == 1:
-        size = len(speeds) if equal_counts else 1
-        return _difference(found, len(speeds), size)
-    if equal_counts:
-        raise UsageError("equal_counts with different speeds; a slower rank needs fewer items")
+        return _difference(found, len(speeds))
     return _longest_first(found, np.asarray(speeds, dtype=np.float64))
 
 
@@ -108,14 +102,14 @@ def _runs(
     return counts if taken == len(falling) else None
 
 
-def _difference(costs: npt.NDArray[np.float64], parts: int, size: int) -> DealtItems:
-    """``size`` items begin as one partial deal, one to each part."""
+def _difference(costs: npt.NDArray[np.float64], parts: int) -> DealtItems:
+    """Merge partial deals until one is left; each item begins as one, in its first part."""
     numbers = count()
     order = np.argsort(-costs, kind="stable").tolist()
     heap: list[tuple[float, int, list[_Part]]] = []
-    for start in range(0, len(order), size):
-        some: list[_Part] = [(float(costs[item]), [item]) for item in order[start : start + size]]
-        some += [(0.0, []) for _ in range(parts - len(some))]
+    for item in order:
+        some: list[_Part] = [(float(costs[item]), [item])]
+        some += [(0.0, []) for _ in range(parts - 1)]
         heapq.heappush(heap, (some[-1][0] - some[0][0], next(numbers), some))
     while len(heap) > 1:
         (_, _, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)

@@ -123,8 +123,6 @@ def estimate(
     model: nn.Module,
     inputs_of: Callable[[int], ModelInputs],
     optimizer: Optimizer | None = None,
-    *,
-    blocks: Sequence[str] | None = None,
 ) -> Estimate:
     """Estimate what training ``model`` takes: on the meta device if possible, else from two real
     forwards.
@@ -136,7 +134,6 @@ def estimate(
         model: in training mode.
         inputs_of: returns the model's keyword arguments for so many samples.
         optimizer: None: none.
-        blocks: paths; None: the repeated blocks.
 
     Raises:
         ModelError: the optimizer cannot be estimated.
@@ -152,9 +149,9 @@ def estimate(
 
     def saved(batch: int) -> SavedStorages:
         try:
-            return saved_on_meta(model, inputs_of(batch), blocks)
+            return saved_on_meta(model, inputs_of(batch))
         except ModelError:
-            return saved_by(model, inputs_of(batch), blocks)
+            return saved_by(model, inputs_of(batch))
 
     return Estimate(*state_bytes(model, optimizer), saved(2), saved(3))
 

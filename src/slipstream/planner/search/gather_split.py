@@ -8,7 +8,7 @@ Source of the two phases: Zhang et al., "DeAR", https://arxiv.org/abs/2302.12445
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -24,7 +24,6 @@ def optimal_gather_cuts(
     startup: float,
     per_byte: float,
     *,
-    borders: Collection[int] = (),
     tolerance: float = 0.0,
 ) -> Cuts:
     """The cuts under which forward ends first; of equally good ones the fewest segments.
@@ -41,7 +40,6 @@ def optimal_gather_cuts(
         num_bytes: Bytes of each layer's parameters.
         startup: Seconds of an all-gather whatever its size.
         per_byte: Seconds for each byte.
-        borders: Indices where a segment must end (the dtype changes there).
         tolerance: Share by which forward may end later if that saves segments.
 
     Example:
@@ -54,8 +52,6 @@ def optimal_gather_cuts(
     bytes_before = np.concatenate([[0.0], np.cumsum(np.asarray(num_bytes, dtype=np.float64))])
     done = np.concatenate([[0.0], np.cumsum(np.asarray(forward, dtype=np.float64))])
     times = np.where(np.tri(count + 1, dtype=bool), np.inf, done[None, :] - done[:, None])
-    for border in borders:
-        times[:border, border + 1 :] = np.inf
     transfer = per_byte * bytes_before
     ends = np.concatenate([[0.0], np.full(count, np.inf)])
     parents: list[np.ndarray] = []  # of each round: where the last segment starts

@@ -30,8 +30,6 @@ def optimal_cuts(
     seconds: SizeCost,
     *,
     borders: Collection[int] = (),
-    tolerance: float = 0.0,
-    max_segments: int | None = None,
 ) -> Cuts:
     """The cuts under which the last exchange ends first; of equally good ones the fewest segments.
 
@@ -46,8 +44,6 @@ def optimal_cuts(
         num_bytes: Bytes of each gradient.
         seconds: The cost of an exchange.
         borders: Indices where a segment must end (the dtype changes there).
-        tolerance: Share by which the end may come later if that saves segments.
-        max_segments: Search among at most this many segments. ``borders`` must allow so few.
 
     Example:
         >>> optimal_cuts([1.0, 2.0, 3.0], [8, 8, 1], lambda size: 1.0 + 0.1 * size)
@@ -57,11 +53,8 @@ def optimal_cuts(
         return ()
     costs = _costs(np.asarray(num_bytes, dtype=np.float64), seconds, borders)
     latest = _latest_ready(np.asarray(ready, dtype=np.float64))
-    limit = np.inf
-    if max_segments is None:
-        earliest = _earliest_end(latest, costs)
-        limit = earliest + abs(earliest) * (tolerance + _ROUNDING)
-    return _fewest(latest, costs, limit, tolerance, max_segments)
+    earliest = _earliest_end(latest, costs)
+    return _fewest(latest, costs, earliest + abs(earliest) * _ROUNDING)
 
 
 def finish_time(
@@ -168,18 +161,13 @@ def _earliest_end(latest: Array, costs: Array) -> float:
     return float(ends[-1])
 
 
-def _fewest(
-    latest: Array, costs: Array, limit: float, tolerance: float, max_segments: int | None
-) -> Cuts:
-    """The fewest segments that end within ``tolerance`` of the best.
+def _fewest(latest: Array, costs: Array, limit: float) -> Cuts:
+    """The fewest segments that end by ``limit``, which is the best end but for rounding.
 
     In round ``m``, ``ends[j]`` is the earliest end of the first ``j`` gradients in exactly ``m``
     segments. A prefix is extended only if the remaining gradients can still end by ``limit`` and if
     it ends earlier than with fewer segments. Ends before the next gradient is ready count as that
     ready time: being earlier gains nothing.
-
-    Args:
-        limit: Later ends are useless. Infinite if the best end is not known yet.
     """
     count = len(costs) - 1
     next_ready = latest.diagonal(1)
@@ -189,7 +177,7 @@ def _fewest(
     parents: list[NDArray[np.intp]] = []  # of each round: where the last segment starts
     totals: list[float] = []  # of each round: when all gradients have been exchanged
     active = np.array([0])
-    while len(active) and len(parents) != max_segments:
+    while len(active):
         low = int(active[0]) + 1
         candidates = np.maximum(ends[active, None], latest[active, low:]) + costs[active, low:]
         parent = np.zeros(count + 1, dtype=np.intp)
@@ -198,14 +186,12 @@ def _fewest(
         ends[low:] = candidates.min(axis=0)
         parents.append(parent)
         totals.append(float(ends[count]))
-        if totals[-1] <= limit < np.inf:
+        if totals[-1] <= limit:
             break
         useful = np.maximum(ends[:count], next_ready)
         active = np.flatnonzero((useful < earliest_so_far) & (ends[:count] <= latest_end))
         earliest_so_far = np.minimum(earliest_so_far, useful)
-    best = min(totals)
-    bound = min(limit, best + abs(best) * (tolerance + _ROUNDING))
-    number = next(m for m, end in enumerate(totals) if end <= bound)
+    number = int(np.argmin(totals))
     return walk_back(parents[1 : number + 1], count)
 
 
@@ -225,8 +211,6 @@ def walk_back(parents: Sequence[NDArray[np.intp]], count: int) -> Cuts:
 def _latest_end(latest: Array, costs: Array, limit: float) -> Array:
     """The latest end of the first ``i`` gradients after which the others can end by ``limit``."""
     count = len(costs) - 1
-    if limit == np.inf:
-        return np.full(count, np.inf)
     slack = _ROUNDING * abs(limit)
     ends = np.full(count + 1, -np.inf)
     ends[count] = limit + slack
