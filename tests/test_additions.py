@@ -47,14 +47,11 @@ class NibbleCodec(BlockCodec):
 
     bits: ClassVar[int] = 8
     code: ClassVar[torch.dtype] = torch.int8
-    steps: ClassVar[int] = 7
-
-    def peaks(self, payload: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._parts(payload, dtype)[0] * self.steps
+    levels: ClassVar[int] = 7
 
     def _encode(self, blocks: Tensor, scales: Tensor, random: Any) -> Tensor:
         torch.amax(blocks.abs(), 1, out=scales)
-        scales.div_(self.steps).clamp_(min=torch.finfo(blocks.dtype).tiny)
+        scales.div_(self.levels).clamp_(min=torch.finfo(blocks.dtype).tiny)
         return (blocks / scales[:, None]).round_()
 
     def _steps(self, codes: Tensor, dtype: torch.dtype) -> Tensor:

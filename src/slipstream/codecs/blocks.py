@@ -19,10 +19,12 @@ class BlockCodec(ABC):
     Attributes:
         bits: of the code of one value.
         code: dtype of codes.
+        levels: the largest multiple of the scale that a code stands for.
     """
 
     bits: ClassVar[int]
     code: ClassVar[torch.dtype]
+    levels: ClassVar[int]
     block: int
 
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -58,7 +60,7 @@ class BlockCodec(ABC):
 
     def peaks(self, payload: Tensor, dtype: torch.dtype) -> Tensor:
         """The largest decoded magnitude of each block; not finite where a value was not."""
-        return self._parts(payload, dtype)[0]
+        return self._parts(payload, dtype)[0] * self.levels
 
     @abstractmethod
     def _encode(self, blocks: Tensor, scales: Tensor, random: Generator | None) -> Tensor:

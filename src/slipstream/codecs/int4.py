@@ -17,8 +17,7 @@ from torch import Generator, Tensor
 
 from slipstream.codecs.blocks import BlockCodec
 
-LEVELS = 7
-_ZERO = LEVELS + 1
+_ZERO = 8  # the code of 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +36,15 @@ class Int4Codec(BlockCodec):
 
     bits: ClassVar[int] = 4
     code: ClassVar[torch.dtype] = torch.uint8
+    levels: ClassVar[int] = 7
     block: int = 64
-
-    def peaks(self, payload: Tensor, dtype: torch.dtype) -> Tensor:
-        """The largest decoded magnitude of each block; not finite where a value was not."""
-        return self._parts(payload, dtype)[0] * LEVELS
 
     def _encode(self, blocks: Tensor, scales: Tensor, random: Generator | None) -> Tensor:
         tiny = torch.finfo(blocks.dtype).tiny  # a block of zeros must not divide by 0
         torch.amax(blocks.abs(), 1, out=scales)
-        scales.div_(LEVELS).clamp_(min=tiny)
-        steps = (blocks / scales[:, None]).round_().clamp_(-LEVELS, LEVELS).nan_to_num_()
-        codes = steps.add_(_ZERO).to(torch.uint8)
+        scales.div_(self.levels).clamp_(min=tiny)
+        steps = (blocks / scales[:, None]).round_().clamp_(-self.levels, self.levels)
+        codes = steps.nan_to_num_().add_(_ZERO).to(torch.uint8)
         return codes[:, ::2] | (codes[:, 1::2] << 4)
 
     def _steps(self, codes: Tensor, dtype: torch.dtype) -> Tensor:

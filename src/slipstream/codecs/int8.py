@@ -20,8 +20,6 @@ from torch import Generator, Tensor
 
 from slipstream.codecs.blocks import BlockCodec
 
-LEVELS = 127
-
 
 @dataclass(frozen=True, slots=True)
 class Int8Codec(BlockCodec):
@@ -39,22 +37,19 @@ class Int8Codec(BlockCodec):
 
     bits: ClassVar[int] = 8
     code: ClassVar[torch.dtype] = torch.int8
+    levels: ClassVar[int] = 127
     block: int = 256
     rounding: Literal["nearest", "stochastic"] = "nearest"
-
-    def peaks(self, payload: Tensor, dtype: torch.dtype) -> Tensor:
-        """The largest decoded magnitude of each block; not finite where a value was not."""
-        return self._parts(payload, dtype)[0] * LEVELS
 
     def _encode(self, blocks: Tensor, scales: Tensor, random: Generator | None) -> Tensor:
         tiny = torch.finfo(blocks.dtype).tiny  # a block of zeros must not divide by 0
         torch.amax(blocks.abs(), 1, out=scales)  # an infinity norm by rows is slow (2.13, CPU)
-        scales.div_(LEVELS).clamp_(min=tiny)
+        scales.div_(self.levels).clamp_(min=tiny)
         steps = blocks / scales[:, None]
         if self.rounding == "nearest":
             return steps.round_()
         shift = torch.empty_like(steps).uniform_(generator=random)
-        return steps.add_(shift).floor_().clamp_(-LEVELS, LEVELS)
+        return steps.add_(shift).floor_().clamp_(-self.levels, self.levels)
 
     def _steps(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         return codes

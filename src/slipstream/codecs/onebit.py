@@ -37,6 +37,7 @@ class OneBitCodec(BlockCodec):
 
     bits: ClassVar[int] = 1
     code: ClassVar[torch.dtype] = torch.uint8
+    levels: ClassVar[int] = 1
     block: int = 1024
 
     def _encode(self, blocks: Tensor, scales: Tensor, random: Generator | None) -> Tensor:
