@@ -17,6 +17,7 @@ from slipstream.cli.ranks import slipstream, threads_per_rank
 from slipstream.cli.store import open_store
 from slipstream.errors import LaunchError
 from slipstream.strategy import Strategy
+from slipstream.testbed import stop_processes
 
 LOOK = 0.1
 """Seconds from one look at the jobs to the next."""
@@ -63,7 +64,7 @@ class Islands:
             self.console.print("interrupted: the islands end")
             code = 128 + signal.SIGINT
         finally:
-            self._stop()
+            stop_processes(self._jobs.values(), STOP)
         return code
 
     def _start(self) -> None:
@@ -93,17 +94,6 @@ class Islands:
             self._start()
             return 0
         return code if code > 0 else 128 - code
-
-    def _stop(self) -> None:
-        for job in self._jobs.values():
-            job.terminate()
-        until = time.monotonic() + STOP
-        for job in self._jobs.values():
-            try:
-                job.wait(max(until - time.monotonic(), 0))
-            except subprocess.TimeoutExpired:
-                job.kill()
-                job.wait()
 
 
 def _end_with_parent() -> None:

@@ -11,4 +11,4 @@ from slipstream.testbed.link_check import LinkCheck as LinkCheck
 from slipstream.testbed.machine import unavailable as unavailable
 from slipstream.testbed.network import Line as Line, Node as Node
 from slipstream.testbed.rate import format_rate as format_rate, parse_rate as parse_rate
-from slipstream.testbed.testbed import Testbed as Testbed
+from slipstream.testbed.testbed import Testbed as Testbed, stop_processes as stop_processes

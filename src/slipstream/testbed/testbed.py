@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from multiprocessing.connection import wait
@@ -144,7 +144,7 @@ class Testbed:
             )
         with ExitStack() as cleanup:
             processes: list[subprocess.Popen[Any]] = []
-            cleanup.callback(_stop, processes)
+            cleanup.callback(stop_processes, processes, GRACE_SECONDS)
             logs = [cleanup.enter_context(tempfile.TemporaryFile()) for _ in self.nodes]
             for node, argv, log in zip(self.nodes, argvs, logs, strict=True):
                 quiet = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
@@ -192,11 +192,11 @@ def _show(node: Node, code: int, log: IO[bytes]) -> None:
     print(f"{node.name} ended with code {code}{output}", file=sys.stderr, flush=True)
 
 
-def _stop(processes: list[subprocess.Popen[Any]]) -> None:
-    """End those that still run: SIGTERM, then SIGKILL after the grace period."""
+def stop_processes(processes: Collection[subprocess.Popen[Any]], seconds: float) -> None:
+    """End those that still run: SIGTERM, then SIGKILL after so many seconds, for all together."""
     for process in processes:
         process.terminate()
-    deadline = time.monotonic() + GRACE_SECONDS
+    deadline = time.monotonic() + seconds
     for process in processes:
         try:
             process.wait(max(0.0, deadline - time.monotonic()))
