@@ -104,7 +104,8 @@ def compose(
         # Changes the shapes of parameters: before all that looks at them.
         whole = _model_parallel(given)
         # Before all that exchanges parameters while the optimizer steps: it works outside.
-        step_hooks = handles.add(StepHooks(optimizer))
+        step_hooks = StepHooks(optimizer)
+        handles.defer(step_hooks.close)
         # Before precision: ranks start from values that are not rounded yet.
         groups = exchange_groups(given)
         if groups:
@@ -142,6 +143,9 @@ def compose(
         session_loader = install_loader(
             loader, balance, strategy.data, cluster, dims, recorder, tracer, handles
         )
+        # After all that changes the model: what changes later is refused.
+        members = Members(model, optimizer)
+        handles.defer(members.close)
         loop = TrainingLoop(
             model,
             optimizer,
@@ -152,14 +156,13 @@ def compose(
             ),
             precision=precision,
             tracer=tracer,
-            # After all that changes the model: what changes later is refused.
-            members=handles.add(Members(model, optimizer)),
+            members=members,
             device=cluster.device,
             local=local,
         )
         loop.attach(step_hooks)
         if control is not None:
-            handles.add(Wrappers(model))
+            handles.defer(Wrappers(model).close)
         session = Session(
             model,
             optimizer,

@@ -12,7 +12,7 @@ and the last one are looked at.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from operator import is_
 from typing import Any
 
@@ -24,7 +24,6 @@ from torch.nn.modules.module import (
 )
 
 from slipstream.errors import UsageError
-from slipstream.strategy import Row
 
 _SHOWN = 3
 _REMEDY = "close() the session before such a change and accelerate() again after it"
@@ -93,10 +92,6 @@ class Members:
         """Let torch tell no more."""
         while self._hooks:
             self._hooks.pop().remove()
-
-    def report_rows(self) -> Sequence[Row]:
-        """Nothing is installed."""
-        return ()
 
     def _notice(self, module: nn.Module, name: str, member: object) -> None:
         self._registered = True

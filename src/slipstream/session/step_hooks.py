@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-from slipstream.strategy import Row
 
 
 class StepHooks:
@@ -52,10 +50,6 @@ class StepHooks:
         """Take the hooks off; idempotent."""
         while self._hooks:
             self._hooks.pop().remove()
-
-    def report_rows(self) -> Sequence[Row]:
-        """Nothing is changed."""
-        return ()
 
     def _pre(self, optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [x for x in (*args[1:], *kwargs.values()) if x is not None]

@@ -7,7 +7,6 @@ later. Both would write into the same gradients, at the same time.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.errors import UsageError
-from slipstream.strategy import Row
 
 
 class Wrappers:
@@ -36,10 +34,6 @@ class Wrappers:
         """Let forwards through wrappers pass again."""
         while self._hooks:
             self._hooks.pop().remove()
-
-    def report_rows(self) -> Sequence[Row]:
-        """Nothing is changed."""
-        return ()
 
     def _notice(self, wrapper: nn.Module, name: str, member: object) -> None:
         if isinstance(wrapper, DistributedDataParallel) and member in self._modules:
