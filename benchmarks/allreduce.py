@@ -19,8 +19,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,18 +36,6 @@ KB = 2**10
 MOST_IN_A_TURN, BYTES_IN_A_TURN = 40, 64 * 2**20
 
 
-@dataclass(frozen=True)
-class Row:
-    """One size by one transport: milliseconds on the slowest rank; ``gain``: flat's over them."""
-
-    transport: str
-    kilobytes: int
-    median: float
-    low: float
-    high: float
-    gain: float
-
-
 def measure(args: argparse.Namespace) -> None:
     """What one rank does; rank 0 writes the rows."""
     rows = []
@@ -61,7 +49,9 @@ def measure(args: argparse.Namespace) -> None:
             flat = statistics.median(seconds[args.transports[0]])
             for name, times in seconds.items():
                 low, median, high = (1e3 * value for value in quartiles(times))
-                rows.append(Row(name, size, median, low, high, 1e3 * flat / median))
+                figures = {"median": median, "low": low, "high": high}
+                figures["gain"] = 1e3 * flat / median
+                rows.append({"transport": name, "kilobytes": size, **figures})
         if dist.get_rank() == 0:
             report(args, rows)
 
@@ -78,11 +68,11 @@ def seconds_of_each(
     return seconds_of(one_by_one) / len(requests)
 
 
-def report(args: argparse.Namespace, rows: list[Row]) -> None:
-    """Print the table and write the file."""
+def report(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Print the table and write the file: milliseconds, and flat's over them as gain."""
     names = ("nodes", "ranks_per_node", "numbering", "rate", "rounds", "busy")
     entry = {key: getattr(args, key) for key in names}
-    finish(args.json, "allreduce", {**entry, "rows": [asdict(row) for row in rows]})
+    finish(args.json, "allreduce", {**entry, "rows": rows})
 
 
 def start(argv: list[str], args: argparse.Namespace) -> int:

@@ -33,19 +33,20 @@ import torch
 import torch.distributed as dist
 
 import slipstream
-from benchmarks.accelerator import Device
 from benchmarks.cases import (
     MODELS,
     SPLITS,
     Case,
     as_ranks,
+    case_of,
+    head_of,
     seconds_or_wire,
     share_cores,
     timed_iterations,
-    wire_seconds,
 )
 from benchmarks.iteration import LEARNING_RATE, plain, quartiles
 from benchmarks.record import finish
+from benchmarks.turns import joined_ranks
 from slipstream.planner.search.label import label
 from slipstream.session import exchanging
 from slipstream.strategy import (
@@ -180,49 +181,39 @@ def measure(args: argparse.Namespace) -> None:
     if args.compute == "cpu":
         share_cores(rank, world)
     case = case_of(args, world)
-    dist.init_process_group("gloo")
-    if case.device:
-        case.device.fit(plain(*case.make()), case.device.seconds)
-    vars(exchanging)["OnlineSearch"] = Watched
-    searching = Strategy.load("exact").with_gradients(transport=AutoConfig(updates=args.updates))
-    searched = losses(case, searching, args.updates + args.more)
-    assert Watched.latest.kept is not None, "the search must have ended"
-    kept, spent = Watched.latest.kept
-    outcome = Watched.latest.outcome
-    curves: dict[str, list[float]] = {}
-    if case.device is None:  # nothing is learned on an emulated device
-        for name, transport in {"default": FlatConfig(), "direct": DirectConfig()}.items():
-            fixed = DEFAULT.with_gradients(transport=transport)
-            curves[name] = losses(case, fixed, args.updates + args.more)
-        curves["auto"] = searched
-    Watched.hold = True
-    training = Training(case, searching)
-    for _ in range(SETTLING + Watched.latest.space.first_window):
-        training.update()
-    choices = grid(Watched.latest.space, kept, args.splits)
-    variants = variants_of(training, Watched.latest.open(choices))
-    seconds, _ = timed_iterations(variants, args.rounds, warmup=0)
-    best = min(seconds, key=lambda name: median(seconds[name]))
-    finals: dict[str, list[float]] = {}
-    if best != named(kept):
-        finalists = {name: variants[name] for name in (named(kept), best)}
-        finals, _ = timed_iterations(finalists, args.finals, warmup=0)
-    training.session.close()
-    if rank == 0:
-        found = {"kept": named(kept), "best": best, "updates": spent, "outcome": outcome}
-        write(args, case, found, seconds, finals, curves)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def case_of(args: argparse.Namespace, world: int) -> Case:
-    """The model, and the device that computes it, if not the cores."""
-    device = Device(0.0) if args.compute == "accelerator" else None
-    case = Case(args.model, device)
-    if device:
-        wire = wire_seconds(args, case.num_bytes, world)
-        device.seconds = wire if args.compute_seconds == "wire" else float(args.compute_seconds)
-    return case
+    with joined_ranks():
+        if case.device:
+            case.device.fit(plain(*case.make()), case.device.seconds)
+        vars(exchanging)["OnlineSearch"] = Watched
+        searching = Strategy.load("exact").with_gradients(
+            transport=AutoConfig(updates=args.updates)
+        )
+        searched = losses(case, searching, args.updates + args.more)
+        assert Watched.latest.kept is not None, "the search must have ended"
+        kept, spent = Watched.latest.kept
+        outcome = Watched.latest.outcome
+        curves: dict[str, list[float]] = {}
+        if case.device is None:  # nothing is learned on an emulated device
+            for name, transport in {"default": FlatConfig(), "direct": DirectConfig()}.items():
+                fixed = DEFAULT.with_gradients(transport=transport)
+                curves[name] = losses(case, fixed, args.updates + args.more)
+            curves["auto"] = searched
+        Watched.hold = True
+        training = Training(case, searching)
+        for _ in range(SETTLING + Watched.latest.space.first_window):
+            training.update()
+        choices = grid(Watched.latest.space, kept, args.splits)
+        variants = variants_of(training, Watched.latest.open(choices))
+        seconds, _ = timed_iterations(variants, args.rounds, warmup=0)
+        best = min(seconds, key=lambda name: median(seconds[name]))
+        finals: dict[str, list[float]] = {}
+        if best != named(kept):
+            finalists = {name: variants[name] for name in (named(kept), best)}
+            finals, _ = timed_iterations(finalists, args.finals, warmup=0)
+        training.session.close()
+        if rank == 0:
+            found = {"kept": named(kept), "best": best, "updates": spent, "outcome": outcome}
+            write(args, case, found, seconds, finals, curves)
 
 
 def write(
@@ -244,11 +235,7 @@ def write(
     ]
     entry: dict[str, Any] = {
         **found,
-        "model": args.model,
-        "megabytes": case.num_bytes / 2**20,
-        "nodes": args.nodes,
-        "rate": "one host" if args.loopback else args.rate,
-        "rounds": args.rounds,
+        **head_of(args, case, without_links="one host"),
         "finals": len(ratios) if finals else 0,
         "compute": args.compute,
         "compute_seconds": args.compute_seconds if case.device else None,

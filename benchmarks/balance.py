@@ -44,6 +44,7 @@ from transformers import BertConfig, BertForMaskedLM
 import slipstream
 from benchmarks.iteration import on_loopback, quartiles
 from benchmarks.record import finish
+from benchmarks.turns import joined_ranks
 from slipstream.data.balance import BalancedBatches, LengthCost, fit_cost
 from slipstream.data.packing import pack
 
@@ -279,10 +280,9 @@ def fitted(model: BertForMaskedLM) -> LengthCost:
     return fit_cost([[length] * samples for samples, length in shapes], seconds.tolist())
 
 
+@joined_ranks()
 def train(steps: int, rounds: int) -> list[dict[str, Any]] | None:
     """What each rank does: all variants in turns; the rows, on the first rank."""
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
     rank, data = dist.get_rank(), Functions()
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -313,7 +313,6 @@ def train(steps: int, rounds: int) -> list[dict[str, Any]] | None:
                 found[name].append(tokens / seconds)
     idle = {name: idle_share(seconds) for name, seconds in busy.items()}
     session.close()
-    dist.destroy_process_group()
     if rank:
         return None
     rows = []
@@ -365,11 +364,9 @@ def limited(part: float) -> Iterator[None]:
 def unequal(steps: int) -> list[dict[str, Any]] | None:
     """What each rank does: alone, then together, by how samples are dealt."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
     rows: list[dict[str, Any]] | None = [] if not rank else None
     data = Functions(EQUAL, EQUAL)
-    with limited(QUOTA[rank == ranks - 1]):
-        dist.init_process_group("gloo")
+    with limited(QUOTA[rank == ranks - 1]), joined_ranks():
         model = model_of()
         size = EQUAL_BATCH
         batches = [padded([data[i] for i in range(n, n + size)]) for n in range(0, 4 * size, size)]
@@ -413,8 +410,6 @@ def unequal(steps: int) -> list[dict[str, Any]] | None:
                         "speeds": speeds[1] if speeds else "",
                     }
                 )
-        dist.barrier()
-        dist.destroy_process_group()
     return rows
 
 

@@ -10,7 +10,6 @@ time and sends that take no time. One process runs the same micro-batches for co
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from statistics import median
@@ -24,8 +23,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from benchmarks.iteration import on_loopback, quartiles
+from benchmarks.cases import as_ranks
+from benchmarks.iteration import quartiles
 from benchmarks.record import finish
+from benchmarks.turns import joined_ranks
 from slipstream.parallel import Pipeline, balance, ideal_bubble, measured_bubble
 from slipstream.parallel.pipeline.schedules import ScheduleName
 from slipstream.trace.event import ITERATION
@@ -119,10 +120,9 @@ def alone(args: argparse.Namespace, parts: int) -> float:
     return median(seconds)
 
 
+@joined_ranks()
 def measure(args: argparse.Namespace) -> None:
     """Measure on this rank; rank 0 prints and saves."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     first = dist.get_rank() == 0
     rows = []
     console = Console(stderr=True, quiet=not first)
@@ -136,8 +136,6 @@ def measure(args: argparse.Namespace) -> None:
     if first:
         sizes = {k: v for k, v in vars(args).items() if k not in ("json", "micro_batches")}
         finish(args.json, "bubbles", {"ranks": dist.get_world_size(), **sizes, "rows": rows})
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> int:
@@ -151,11 +149,7 @@ def main() -> int:
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--json", help="also write the figures to this file")
-    args = parser.parse_args()
-    if "RANK" in os.environ:
-        measure(args)
-        return 0
-    return on_loopback(sys.argv[1:], 2)
+    return as_ranks(measure, parser.parse_args(), ranks=2, keep_memory=False)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -125,6 +125,29 @@ class Case:
         return timed_model(model, self._shares, self.units, self.device, seed)
 
 
+def case_of(args: argparse.Namespace, world: int) -> Case:
+    """The model, and the device that computes it, if not the cores."""
+    device = Device(0.0) if args.compute == "accelerator" else None
+    case = Case(args.model, device)
+    if device:
+        wire = wire_seconds(args, case.num_bytes, world)
+        device.seconds = wire if args.compute_seconds == "wire" else float(args.compute_seconds)
+    return case
+
+
+def head_of(
+    args: argparse.Namespace, case: Case, *, without_links: str = "loopback"
+) -> dict[str, Any]:
+    """The first values of an entry: who trained what, and where."""
+    return {
+        "model": args.model,
+        "megabytes": case.num_bytes / 2**20,
+        "nodes": args.nodes,
+        "rate": without_links if args.loopback else args.rate,
+        "rounds": args.rounds,
+    }
+
+
 def wire_seconds(args: argparse.Namespace, num_bytes: int, world: int) -> float:
     """What a ring of all ranks needs to send; 0 on loopback, which has no rate."""
     if args.loopback:
@@ -162,12 +185,26 @@ def as_ranks(
     measure: Callable[[argparse.Namespace], None],
     args: argparse.Namespace,
     line: Line | None = None,
+    *,
+    ranks: int | None = None,
+    keep_memory: bool = True,
 ) -> int:
-    """Start this module as the ranks, or be one; its exit status."""
+    """Start this module as the ranks, or be one; its exit status.
+
+    Args:
+        measure: what a rank does.
+        args: say how many nodes there are, and what links them.
+        line: of the emulated links.
+        ranks: of this host, whatever ``args`` say.
+        keep_memory: as KEEP_MEMORY does.
+    """
     if "RANK" in os.environ:
         measure(args)
         return 0
-    os.environ.update(KEEP_MEMORY)
+    if keep_memory:
+        os.environ.update(KEEP_MEMORY)
+    if ranks is not None:
+        return on_loopback(sys.argv[1:], ranks)
     if args.loopback:
         return on_loopback(sys.argv[1:], args.nodes)
     return on_testbed(sys.argv[1:], args.nodes, args.rate, line)

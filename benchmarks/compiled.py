@@ -19,14 +19,22 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 
 from benchmarks.baselines import wrapped_in_ddp
-from benchmarks.cases import MODELS, Case, as_ranks, share_cores, timed_iterations, wire_seconds
+from benchmarks.cases import (
+    MODELS,
+    Case,
+    as_ranks,
+    head_of,
+    share_cores,
+    timed_iterations,
+    wire_seconds,
+)
 from benchmarks.iteration import Iterate, accelerated, plain, quartiles
 from benchmarks.record import finish
+from benchmarks.turns import joined_ranks
 from slipstream.fusion import compile_blocks
 
 
@@ -116,22 +124,20 @@ def measure(args: argparse.Namespace) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     share_cores(rank, world)
     case = Case(args.model, None)
-    dist.init_process_group("gloo")
-    variants: dict[str, Iterate] = {}
-    counted: dict[str, tuple[int, int]] = {}
-    for label, build in variants_of(args, case).items():
-        counters.clear()
-        variants[label] = build()
-        for _ in range(3):  # compilations, and DDP's second layout
-            variants[label]()
-        breaks = sum(counters["graph_break"].values())
-        counted[label] = counters["stats"]["unique_graphs"], breaks
-    seconds, _ = timed_iterations(variants, args.rounds, args.warmup)
-    if rank == 0:
-        wire = wire_seconds(args, case.num_bytes, world)
-        write(args, case, rows(seconds, counted, wire), wire)
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined_ranks():
+        variants: dict[str, Iterate] = {}
+        counted: dict[str, tuple[int, int]] = {}
+        for label, build in variants_of(args, case).items():
+            counters.clear()
+            variants[label] = build()
+            for _ in range(3):  # compilations, and DDP's second layout
+                variants[label]()
+            breaks = sum(counters["graph_break"].values())
+            counted[label] = counters["stats"]["unique_graphs"], breaks
+        seconds, _ = timed_iterations(variants, args.rounds, args.warmup)
+        if rank == 0:
+            wire = wire_seconds(args, case.num_bytes, world)
+            write(args, case, rows(seconds, counted, wire), wire)
 
 
 def rows(
@@ -162,16 +168,7 @@ def write(
     args: argparse.Namespace, case: Case, found: Sequence[Mapping[str, Any]], wire: float
 ) -> None:
     """Print the rows; with --json write them too."""
-    entry = {
-        "model": args.model,
-        "megabytes": case.num_bytes / 2**20,
-        "nodes": args.nodes,
-        "rate": "loopback" if args.loopback else args.rate,
-        "wire": wire,
-        "rounds": args.rounds,
-        "rows": found,
-    }
-    finish(args.json, "compiled", entry)
+    finish(args.json, "compiled", {**head_of(args, case), "wire": wire, "rows": found})
 
 
 def main() -> int:

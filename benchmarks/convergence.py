@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,8 +33,9 @@ from torch.nn import functional
 from transformers import BertConfig, BertForMaskedLM
 
 import slipstream
-from benchmarks.iteration import on_loopback
+from benchmarks.cases import as_ranks
 from benchmarks.record import finish
+from benchmarks.turns import joined_ranks
 from examples import data
 
 CODECS: dict[str, object] = {
@@ -194,10 +194,9 @@ def train(
     return Run(name, seed, score, losses, seconds, megabytes, session.skipped)
 
 
+@joined_ranks()
 def measure(args: argparse.Namespace) -> None:
     """What one rank does; rank 0 writes."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     task, runs = TASKS[args.task](), []
     names = args.codecs or list(CODECS)
     plans = [(name, seed) for seed in range(args.seeds) for name in names]
@@ -210,8 +209,6 @@ def measure(args: argparse.Namespace) -> None:
         runs.append(train(task, name, seed, args.steps, strategy, sgd=sgd))
     if dist.get_rank() == 0:
         write(args, runs)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def write(args: argparse.Namespace, runs: Sequence[Run]) -> None:
@@ -271,10 +268,7 @@ def main() -> int:
     parser.add_argument("--codecs", nargs="*", choices=list(CODECS), help="default: all")
     parser.add_argument("--json", help="also write the figures to this file, and a picture beside")
     args = parser.parse_args()
-    if "RANK" in os.environ:
-        measure(args)
-        return 0
-    return on_loopback(sys.argv[1:], args.ranks)
+    return as_ranks(measure, args, ranks=args.ranks, keep_memory=False)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,6 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -48,7 +47,6 @@ from rich.console import Console
 from rich.progress import track
 from torch import nn
 
-from benchmarks.accelerator import Device
 from benchmarks.baselines import (
     DDP_MEGABYTES,
     FSDP,
@@ -65,6 +63,8 @@ from benchmarks.cases import (
     TRANSPORTS,
     Case,
     as_ranks,
+    case_of,
+    head_of,
     seconds_or_wire,
     share_cores,
     timed_iterations,
@@ -78,35 +78,13 @@ from benchmarks.iteration import (
 )
 from benchmarks.peak_memory import free_bytes, peak_rss, release
 from benchmarks.record import finish
+from benchmarks.turns import joined_ranks
 from slipstream.session.session import Session
 from slipstream.strategy import AutoConfig, OptimalConfig
 from slipstream.tuner.turns import MOST, SETTLING, TURNS
 
 AnySession = Session[nn.Module, torch.optim.SGD]
 Variant = tuple[Iterate, AnySession | None]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One variant: seconds an iteration (slowest rank), CPU seconds of all, ratios in pairs.
-
-    ``peak_bytes`` are of the rank that needs most; 0 if they were not measured.
-    """
-
-    name: str
-    median: float
-    low: float
-    high: float
-    exposed: float
-    cpu: float
-    collectives: int
-    to_bound: float
-    to_bound_low: float
-    to_bound_high: float
-    to_best_ddp: float
-    to_best_ddp_low: float
-    to_best_ddp_high: float
-    peak_bytes: int
 
 
 def variants_of(args: argparse.Namespace, case: Case) -> dict[str, Callable[[], Variant]]:
@@ -154,45 +132,38 @@ def measure(args: argparse.Namespace) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if args.cores == "bound":
         share_cores(rank, world)
-    device = Device(0.0) if args.compute == "accelerator" else None
-    case = Case(args.model, device)
+    case = case_of(args, world)
     wire = wire_seconds(args, case.num_bytes, world)
-    wanted = wire if args.compute_seconds == "wire" else float(args.compute_seconds)
-    if device:
-        device.seconds = wanted
     build = variants_of(args, case)
     peaks = measure_memory(build, rank) if args.memory or args.only_memory else {}
-    dist.init_process_group("gloo")
-    highest = highest_of_all(peaks)
-    if args.only_memory:
-        write_memory(args, case, highest)
-        dist.destroy_process_group()
-        return
-    check_room(highest, world)
-    variants: dict[str, Iterate] = {}
-    sessions: dict[str, AnySession] = {}
-    for label, make in build.items():
-        variants[label], session = make()
-        if session:
-            sessions[label] = session
-    if device:
-        device.fit(variants["no exchange"], wanted)
-    for label, session in sessions.items():
-        if searches(session):
-            for _ in range(MOST * TURNS * (SETTLING + OptimalConfig().steps)):
-                variants[label]()  # it has made its choice before anything is timed
-    seconds, cpu = timed_iterations(variants, args.rounds, args.warmup)
-    if rank == 0:
-        for session in sessions.values():
+    with joined_ranks():
+        highest = highest_of_all(peaks)
+        if args.only_memory:
+            write_memory(args, case, highest)
+            return
+        check_room(highest, world)
+        variants: dict[str, Iterate] = {}
+        sessions: dict[str, AnySession] = {}
+        for label, make in build.items():
+            variants[label], session = make()
+            if session:
+                sessions[label] = session
+        if case.device:
+            case.device.fit(variants["no exchange"], case.device.seconds)
+        for label, session in sessions.items():
             if searches(session):
-                print(session.report(), file=sys.stderr)
-        collectives = {
-            name: sum(segment.num_collectives for segment in session.segments)
-            for name, session in sessions.items()
-        }
-        write(args, case, seconds, cpu, collectives, highest, wire)
-    dist.barrier()
-    dist.destroy_process_group()
+                for _ in range(MOST * TURNS * (SETTLING + OptimalConfig().steps)):
+                    variants[label]()  # it has made its choice before anything is timed
+        seconds, cpu = timed_iterations(variants, args.rounds, args.warmup)
+        if rank == 0:
+            for session in sessions.values():
+                if searches(session):
+                    print(session.report(), file=sys.stderr)
+            collectives = {
+                name: sum(segment.num_collectives for segment in session.segments)
+                for name, session in sessions.items()
+            }
+            write(args, case, seconds, cpu, collectives, highest, wire)
 
 
 def searches(session: AnySession) -> bool:
@@ -249,7 +220,11 @@ def write(
     peaks: dict[str, int],
     wire: float,
 ) -> None:
-    """Print the table; with --json write it too."""
+    """Print the table; with --json write it too.
+
+    A row has seconds of an iteration on the slowest rank, CPU seconds of all, ratios in pairs, and
+    the peak bytes of the rank that needs most; 0 if they were not measured.
+    """
     compute = statistics.median(seconds["no exchange"])
     bound = max(compute, wire)
     with_ddp = [n for n in seconds if n.startswith("DDP")]
@@ -259,29 +234,25 @@ def write(
         low, median, high = quartiles(values)
         ratios = quartiles([a / b for a, b in zip(values, seconds[best], strict=True)])
         rows.append(
-            Row(
-                name=name + (" (DDP, best)" if name == best else ""),
-                median=median,
-                low=low,
-                high=high,
-                exposed=median - compute,
-                cpu=statistics.median(cpu[name]),
-                collectives=collectives.get(name, 0),
-                to_bound=median / bound,
-                to_bound_low=low / bound,
-                to_bound_high=high / bound,
-                to_best_ddp=ratios[1],
-                to_best_ddp_low=ratios[0],
-                to_best_ddp_high=ratios[2],
-                peak_bytes=peaks.get(name, 0),
-            )
+            {
+                "name": name + (" (DDP, best)" if name == best else ""),
+                "median": median,
+                "low": low,
+                "high": high,
+                "exposed": median - compute,
+                "cpu": statistics.median(cpu[name]),
+                "collectives": collectives.get(name, 0),
+                "to_bound": median / bound,
+                "to_bound_low": low / bound,
+                "to_bound_high": high / bound,
+                "to_best_ddp": ratios[1],
+                "to_best_ddp_low": ratios[0],
+                "to_best_ddp_high": ratios[2],
+                "peak_bytes": peaks.get(name, 0),
+            }
         )
     entry: dict[str, Any] = {
-        "model": args.model,
-        "megabytes": case.num_bytes / 2**20,
-        "nodes": args.nodes,
-        "rate": "loopback" if args.loopback else args.rate,
-        "rounds": args.rounds,
+        **head_of(args, case),
         "codecs": args.codecs or [],
         "cores": args.cores,
         "compute": args.compute,
@@ -291,8 +262,7 @@ def write(
         "wire_s": wire,
         "bound_s": bound,
     }
-    raw = {"rows": [asdict(r) for r in rows], "seconds": seconds}
-    finish(args.json, "exchange", {**entry, **raw})
+    finish(args.json, "exchange", {**entry, "rows": rows, "seconds": seconds})
 
 
 def main() -> int:

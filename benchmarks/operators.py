@@ -27,10 +27,11 @@ from rich.console import Console
 from rich.progress import track
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.iteration import on_loopback, quartiles
+from benchmarks.cases import as_ranks
+from benchmarks.iteration import quartiles
 from benchmarks.operator_cases import Case, cases
 from benchmarks.record import finish
-from benchmarks.turns import seconds_of, take_turns
+from benchmarks.turns import joined_ranks, seconds_of, take_turns
 from slipstream import comm
 from slipstream.comm.graphs import current
 
@@ -128,23 +129,21 @@ def measure(args: argparse.Namespace) -> None:
     """Measure on this rank; rank 0 prints and saves."""
     torch.set_num_threads(1)
     alone = python_alone(args) if os.environ["RANK"] == "0" else []
-    dist.init_process_group("gloo")
-    groups = comm.group(check=False), comm.group()
-    rows = []
-    console = Console(stderr=True, quiet=dist.get_rank() != 0)
-    for size in track(args.sizes, "sizes", console=console):
-        count = SIZES[size]
-        x = torch.ones(ROWS, count // ROWS, requires_grad=True)
-        block = min(max(BLOCK // count, 1), 10)
-        for name, case in cases(x.detach()).items():
-            if args.only in name:
-                for which, calls in passes(case, x, *groups).items():
-                    found = compared(calls, x, args.seconds, block)
-                    rows.append({"operator": name, "size": size, "pass": which, **found})
-    if dist.get_rank() == 0:
-        finish(args.json, "operators", {"ranks": RANKS, "rows": rows, "alone": alone})
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined_ranks():
+        groups = comm.group(check=False), comm.group()
+        rows = []
+        console = Console(stderr=True, quiet=dist.get_rank() != 0)
+        for size in track(args.sizes, "sizes", console=console):
+            count = SIZES[size]
+            x = torch.ones(ROWS, count // ROWS, requires_grad=True)
+            block = min(max(BLOCK // count, 1), 10)
+            for name, case in cases(x.detach()).items():
+                if args.only in name:
+                    for which, calls in passes(case, x, *groups).items():
+                        found = compared(calls, x, args.seconds, block)
+                        rows.append({"operator": name, "size": size, "pass": which, **found})
+        if dist.get_rank() == 0:
+            finish(args.json, "operators", {"ranks": RANKS, "rows": rows, "alone": alone})
 
 
 def compared(
@@ -190,11 +189,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="operators with this in their name")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--json", help="also write the figures to this file")
-    args = parser.parse_args()
-    if "RANK" in os.environ:
-        measure(args)
-        return 0
-    return on_loopback(sys.argv[1:], RANKS)
+    return as_ranks(measure, parser.parse_args(), ranks=RANKS, keep_memory=False)
 
 
 if __name__ == "__main__":

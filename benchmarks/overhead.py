@@ -20,8 +20,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,23 +29,8 @@ from torch import nn
 
 from benchmarks.iteration import Iterate, Loss, accelerated, on_loopback, plain, quartiles
 from benchmarks.record import finish
-from benchmarks.turns import take_turns
+from benchmarks.turns import joined_ranks, take_turns
 from examples import data, models
-
-
-@dataclass(frozen=True)
-class Row:
-    """One variant: seconds an iteration, and ratios to the first variant of its part, in pairs."""
-
-    part: str
-    name: str
-    median: float
-    low: float
-    high: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
-    ratio_error: float
 
 
 def resnet_small() -> tuple[nn.Module, Loss]:
@@ -70,6 +55,7 @@ MODELS = {"resnet-small": resnet_small, "100 x Linear(64)": small_layers}
 
 
 Variant = Callable[[], AbstractContextManager[Iterate]]
+Rows = list[dict[str, Any]]
 
 
 def in_turn(
@@ -102,7 +88,7 @@ def timed(iterate: Iterate, repeat: int) -> float:
     return float(spent)
 
 
-def on_one_process(name: str, rounds: int, repeat: int) -> list[Row]:
+def on_one_process(name: str, rounds: int, repeat: int) -> Rows:
     """Plain loop, session, session that records, in turn on the very same model.
 
     Twins would not do: where their tensors happen to lie in memory makes 2 % of difference.
@@ -128,10 +114,9 @@ def on_one_process(name: str, rounds: int, repeat: int) -> list[Row]:
     return rows(f"{name}, one process", seconds)
 
 
-def on_two_ranks(rounds: int, repeat: int) -> list[Row]:
+@joined_ranks()
+def on_two_ranks(rounds: int, repeat: int) -> Rows:
     """Many small layers: DDP and slipstream, one thread a rank."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     model, loss_of = small_layers()
     ddp = plain(nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True), loss_of)
     model, loss_of = small_layers()
@@ -142,33 +127,44 @@ def on_two_ranks(rounds: int, repeat: int) -> list[Row]:
     }
     title = "100 x Linear(64), 2 ranks"
     seconds = in_turn(variants, rounds, repeat, title)
-    dist.barrier()
     session.close()
-    dist.destroy_process_group()
     return rows(title, seconds)
 
 
-def rows(part: str, seconds: Mapping[str, list[float]]) -> list[Row]:
-    """The statistics of every variant."""
+def rows(part: str, seconds: Mapping[str, list[float]]) -> Rows:
+    """The statistics of every variant: seconds an iteration, and ratios to the first, in pairs."""
     first = next(iter(seconds.values()))
     found = []
     for name, values in seconds.items():
-        low, median, high = quartiles(values)
         ratios = [value / base for value, base in zip(values, first, strict=True)]
+        low, median, high = quartiles(values)
         ratio_low, ratio, ratio_high = quartiles(ratios)
         # Standard error of the median: 1.2533 sigma / sqrt(n), with sigma = IQR / 1.349
         error = 0.929 * (ratio_high - ratio_low) / len(ratios) ** 0.5
-        found.append(Row(part, name, median, low, high, ratio, ratio_low, ratio_high, error))
+        found.append(
+            {
+                "part": part,
+                "name": name,
+                "median": median,
+                "low": low,
+                "high": high,
+                "ratio": ratio,
+                "ratio_low": ratio_low,
+                "ratio_high": ratio_high,
+                "ratio_error": error,
+            }
+        )
     return found
 
 
-def ranks(args: argparse.Namespace) -> list[Row]:
+def ranks(args: argparse.Namespace) -> Rows:
     """Start two ranks of this script; what rank 0 found."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.json")
         if on_loopback(["--rounds", str(args.rounds), "--json", str(path)], 2):
             raise SystemExit("the ranks failed; what they said is above")
-        return [Row(**row) for row in json.loads(path.read_text())]
+        found: Rows = json.loads(path.read_text())
+        return found
 
 
 def main() -> None:
@@ -180,12 +176,12 @@ def main() -> None:
     if "RANK" in os.environ:
         found = on_two_ranks(args.rounds, repeat=5)
         if os.environ["RANK"] == "0":
-            Path(args.json).write_text(json.dumps([asdict(r) for r in found]))
+            Path(args.json).write_text(json.dumps(found))
         return
     found = on_one_process("resnet-small", args.rounds, repeat=1)
     found += on_one_process("100 x Linear(64)", args.rounds, repeat=5)
     found += ranks(args)
-    finish(args.json, "overhead", {"rounds": args.rounds, "rows": [asdict(r) for r in found]})
+    finish(args.json, "overhead", {"rounds": args.rounds, "rows": found})
 
 
 if __name__ == "__main__":

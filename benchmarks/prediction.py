@@ -42,6 +42,7 @@ import torch.distributed as dist
 from benchmarks.cases import make_model
 from benchmarks.iteration import accelerated, on_testbed, quartiles
 from benchmarks.record import finish
+from benchmarks.turns import joined_ranks
 from slipstream.advisor.advise import advise
 from slipstream.advisor.findings import Finding
 from slipstream.calibration.calibrate import SIZES, calibrate
@@ -135,10 +136,9 @@ class Order:
     tau_again: float
 
 
+@joined_ranks()
 def train(model_name: str, names: Sequence[str], steps: int, folder: Path) -> None:
     """What each rank does: a trace of every strategy, and the network, into ``folder``."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     cluster = calibrate(
         connect(from_environ(), torch.device("cpu")),
         sizes=SIZES[::2],
@@ -153,7 +153,6 @@ def train(model_name: str, names: Sequence[str], steps: int, folder: Path) -> No
     said = [advised(folder, cluster) if again and dist.get_rank() == 0 else None]
     dist.broadcast_object_list(said)
     if again and (said[0] is None or patched(said[0]) == measured_advice(folder)):
-        dist.destroy_process_group()
         return
     model, loss_of, _ = make_model(model_name)
     iterate, session = accelerated(model, loss_of, {"gradients": STRATEGIES[BASELINE]})
@@ -180,7 +179,6 @@ def train(model_name: str, names: Sequence[str], steps: int, folder: Path) -> No
     dist.barrier()
     if dist.get_rank() == 0:
         (folder / DONE).touch()
-    dist.destroy_process_group()
 
 
 def patched(finding: Finding) -> str:

@@ -77,6 +77,29 @@ def measured_with(entry: Entry, words: str = "") -> str:
     return f"{words} torch {torch}. `{entry['command']}`".strip()
 
 
+def one_table(
+    entry: Entry,
+    title: str,
+    words: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    between: Sequence[str] = (),
+) -> Result:
+    """Build the result that is a paragraph of `measured_with` and a table.
+
+    Args:
+        entry: what the file holds.
+        title: without the day.
+        words: of the paragraph.
+        columns: of the table.
+        rows: of the table.
+        between: paragraphs before the table.
+    """
+    parts = [measured_with(entry, words), *between, Table(columns, rows)]
+    return Result(f"{title}, {entry['date']}", parts)
+
+
 def span(low: float, high: float, digits: int) -> str:
     """Two quartiles.
 

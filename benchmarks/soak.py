@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import random
 import sys
 import time
@@ -28,8 +27,9 @@ from rich.progress import track
 from torch import nn
 
 import slipstream
-from benchmarks.iteration import on_loopback
+from benchmarks.cases import as_ranks
 from benchmarks.record import finish
+from benchmarks.turns import joined_ranks
 
 CODECS: dict[str, object] = {
     "dense": None,
@@ -129,10 +129,9 @@ class Soak:
         return found.hexdigest()
 
 
+@joined_ranks()
 def measure(args: argparse.Namespace) -> None:
     """What one rank does; rank 0 writes."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 96), nn.ReLU(), nn.Linear(96, 10)
@@ -166,8 +165,6 @@ def measure(args: argparse.Namespace) -> None:
             "seconds": round(time.perf_counter() - start, 1),
         }
         finish(args.json, "soak", entry)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> int:
@@ -177,10 +174,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
-    if "RANK" in os.environ:
-        measure(args)
-        return 0
-    return on_loopback(sys.argv[1:], args.ranks)
+    return as_ranks(measure, args, ranks=args.ranks, keep_memory=False)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -29,9 +28,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from benchmarks.iteration import on_loopback, quartiles
+from benchmarks.cases import as_ranks
+from benchmarks.iteration import quartiles
 from benchmarks.record import finish
-from benchmarks.turns import seconds_of, take_turns
+from benchmarks.turns import joined_ranks, seconds_of, take_turns
 from slipstream import comm
 from slipstream.parallel.tensor.plans import TensorPlan, known_plan
 from slipstream.parallel.tensor.split import split_layers
@@ -101,11 +101,10 @@ def call_of(model: nn.Module, x: torch.Tensor) -> Callable[[], object]:
     return call
 
 
+@joined_ranks()
 def measure(args: argparse.Namespace) -> None:
     """Measure on this rank; rank 0 prints and saves."""
-    torch.set_num_threads(1)
     torch.manual_seed(0)
-    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     group = comm.group(check=False)
     rows = []
@@ -121,8 +120,6 @@ def measure(args: argparse.Namespace) -> None:
         rows.append({"module": name, **found})
     if dist.get_rank() == 0:
         finish(args.json, "tensor_parallel", {"ranks": dist.get_world_size(), "rows": rows})
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def turn(calls: dict[str, Callable[[], object]], variant: str) -> float:
@@ -135,11 +132,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--json", help="also write the figures to this file")
-    args = parser.parse_args()
-    if "RANK" in os.environ:
-        measure(args)
-        return 0
-    return on_loopback(sys.argv[1:], 2)
+    return as_ranks(measure, parser.parse_args(), ranks=2, keep_memory=False)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from benchmarks.accelerator import Device
 from benchmarks.baselines import wrapped_in_ddp
 from benchmarks.cases import MODELS, TRANSPORTS, Case, as_ranks, wire_seconds
 from benchmarks.iteration import LEARNING_RATE, accelerated, plain
+from benchmarks.turns import joined_ranks
 from slipstream.report.report import png
 from slipstream.trace import Trace, read
 from slipstream.trace.event import BACKWARD, FORWARD, OPTIMIZER, allreduce
@@ -93,34 +94,32 @@ def measure(args: argparse.Namespace) -> None:
     device = Device(0.0)
     case = Case(args.model, device)
     wire = device.seconds = wire_seconds(args, case.num_bytes, world)
-    dist.init_process_group("gloo")
-    device.fit(plain(*case.make()), wire)
-    recorder = Recorder(rank, FIRST, STEPS)
-    ddp = RecordedDdp(case, args.ddp, recorder)
-    with TemporaryDirectory() as own:
-        folders = [own]
-        dist.broadcast_object_list(folders)  # all ranks have one strategy, and rank 0 writes
-        trace_file = Path(folders[0]) / "trace.json"
-        strategy = {
-            "gradients": {"transport": TRANSPORTS[OURS]},
-            "trace": {"steps": STEPS, "skip": FIRST, "folder": folders[0]},
-        }
-        ours, session = accelerated(*case.make(), strategy)
-        for iterate in (ddp.iterate, ours):  # each in a row: an iteration reaches into the next
-            dist.barrier()
-            for _ in range(FIRST + STEPS + 1):
-                if iterate == ddp.iterate and ddp.step == FIRST:
-                    recorder.align()
-                iterate()
-        session.close()
-        trace = recorder.gather()
-        if trace is not None:
-            traces = {f"DDP, buckets of {args.ddp:g} MB": trace}
-            traces[f"slipstream, {OURS}"] = read(trace_file)
-            Path(args.out).write_bytes(png([(n, first_rank(t)) for n, t in traces.items()]))
-            print(args.out)
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined_ranks():
+        device.fit(plain(*case.make()), wire)
+        recorder = Recorder(rank, FIRST, STEPS)
+        ddp = RecordedDdp(case, args.ddp, recorder)
+        with TemporaryDirectory() as own:
+            folders = [own]
+            dist.broadcast_object_list(folders)  # all ranks have one strategy, and rank 0 writes
+            trace_file = Path(folders[0]) / "trace.json"
+            strategy = {
+                "gradients": {"transport": TRANSPORTS[OURS]},
+                "trace": {"steps": STEPS, "skip": FIRST, "folder": folders[0]},
+            }
+            ours, session = accelerated(*case.make(), strategy)
+            for iterate in (ddp.iterate, ours):  # each in a row: an iteration reaches into the next
+                dist.barrier()
+                for _ in range(FIRST + STEPS + 1):
+                    if iterate == ddp.iterate and ddp.step == FIRST:
+                        recorder.align()
+                    iterate()
+            session.close()
+            trace = recorder.gather()
+            if trace is not None:
+                traces = {f"DDP, buckets of {args.ddp:g} MB": trace}
+                traces[f"slipstream, {OURS}"] = read(trace_file)
+                Path(args.out).write_bytes(png([(n, first_rank(t)) for n, t in traces.items()]))
+                print(args.out)
 
 
 def first_rank(trace: Trace) -> Trace:

@@ -16,7 +16,6 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from itertools import product
 
 import torch
@@ -33,18 +32,6 @@ CORES = ("free", "busy")
 
 Variant = tuple[str, float, str]
 """A transport, megabytes of a segment, one of ``CORES``."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One variant: multiples of the wire time, slowest rank."""
-
-    transport: str
-    segment_megabytes: float
-    cores: str
-    median: float
-    low: float
-    high: float
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -74,14 +61,15 @@ def report(
     seconds: Mapping[Variant, Sequence[float]],
     tensors: Mapping[float, torch.Tensor],
 ) -> None:
-    """Print the table and write the file."""
+    """Print the table and write the file: multiples of the wire time on the slowest rank."""
     rate, rows = parse_rate(args.rate) / 8, []
     for (name, size, cores), times in seconds.items():
         wire = sum(sent_bytes(AllReduce(t), args.nodes) for t in tensors[size]) / rate
         low, median, high = quartiles([spent / wire for spent in times])
-        rows.append(Row(name, size, cores, median, low, high))
+        variant = {"transport": name, "segment_megabytes": size, "cores": cores}
+        rows.append({**variant, "median": median, "low": low, "high": high})
     entry = {key: getattr(args, key) for key in ("nodes", "rate", "megabytes", "rounds")}
-    finish(args.json, "transports", {**entry, "rows": [asdict(row) for row in rows]})
+    finish(args.json, "transports", {**entry, "rows": rows})
 
 
 def main() -> int:

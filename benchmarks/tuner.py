@@ -31,6 +31,7 @@ from torch import nn
 
 from benchmarks.iteration import Loss, accelerated, on_testbed, quartiles
 from benchmarks.record import finish
+from benchmarks.turns import joined_ranks
 from examples import data, models
 from slipstream.calibration.calibrate import SIZES, calibrate
 from slipstream.cluster.connect import connect, from_environ
@@ -183,10 +184,9 @@ class Ranks:
         return folder / "trace.json"
 
 
+@joined_ranks()
 def train(example: str, steps: int, pairs: int, exact_only: bool, folder: Path) -> None:
     """What each rank does; rank 0 writes the row."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     here = connect(from_environ(), torch.device("cpu"))
     codecs = () if exact_only else CODECS
     cluster = calibrate(here, sizes=SIZES[::2], seconds=20.0, rounds=5, codecs=codecs)
@@ -197,8 +197,6 @@ def train(example: str, steps: int, pairs: int, exact_only: bool, folder: Path) 
         found = judge(example, ranks, cluster, pairs, exact_only)
         (folder / f"{example}.json").write_text(json.dumps(asdict(found)))
         ranks.dismiss()
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def judge(example: str, ranks: Ranks, cluster: NetworkProfile, pairs: int, exact_only: bool) -> Row:

@@ -74,24 +74,33 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 @contextmanager
+def joined_ranks() -> Iterator[None]:
+    """Join the ranks that torchrun's variables describe, over gloo and with a thread each; where
+    none has failed, they leave together."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@contextmanager
 def open_transports(names: Sequence[str]) -> Iterator[dict[str, Transport]]:
     """By name, each on a group of its own, on a rank that torchrun's variables describe.
 
     A name is a kind, or a kind and what it uses between hosts: ``hierarchical/flat``.
     """
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    transports = {}
-    for name in names:
-        kind, _, between = name.partition("/")
-        config = {"kind": kind, "between": between} if between else kind
-        strategy = Strategy.load({"gradients": {"transport": config}})
-        transports[name] = make_transport(strategy.gradients.transport, dist.new_group())
-    yield transports
-    dist.barrier()
-    for transport in transports.values():
-        transport.close()
-    dist.destroy_process_group()
+    with joined_ranks():
+        transports = {}
+        for name in names:
+            kind, _, between = name.partition("/")
+            config = {"kind": kind, "between": between} if between else kind
+            strategy = Strategy.load({"gradients": {"transport": config}})
+            transports[name] = make_transport(strategy.gradients.transport, dist.new_group())
+        yield transports
+        dist.barrier()
+        for transport in transports.values():
+            transport.close()
 
 
 def carry(transport: Transport, requests: Sequence[Request]) -> None:

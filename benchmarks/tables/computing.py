@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import shlex
 
-from benchmarks.result import Entry, Result, Table, measured_with, mebibytes, span, spread
+from benchmarks.result import (
+    Entry,
+    Result,
+    Table,
+    measured_with,
+    mebibytes,
+    one_table,
+    span,
+    spread,
+)
 
 
 def overhead(entry: Entry) -> Result:
@@ -18,8 +27,7 @@ def overhead(entry: Entry) -> Result:
         for r in entry["rows"]
     ]
     columns = ("part", "variant", "median ms", "quartiles", "ratio", "+- error", "quartiles")
-    words = measured_with(entry, f"{entry['rounds']} rounds.")
-    return Result(f"Overhead, {entry['date']}", [words, Table(columns, rows)])
+    return one_table(entry, "Overhead", f"{entry['rounds']} rounds.", columns, rows)
 
 
 def fusion(entry: Entry) -> Result:
@@ -33,11 +41,11 @@ def fusion(entry: Entry) -> Result:
         for row in entry["rows"]
     ]
     columns = ("case", "variant", "median ms", "quartiles", "times as fast", "quartiles")
-    words = measured_with(entry, f"{entry['threads']} threads, {entry['rounds']} rounds.")
+    words = f"{entry['threads']} threads, {entry['rounds']} rounds."
     _, _, only = entry["command"].partition("--only ")
     only = f" of {shlex.split(only)[0]}" if only else ""
-    title = f"{entry['part'].capitalize()}{only} on {entry['device']}, {entry['date']}"
-    return Result(title, [words, Table(columns, rows)])
+    title = f"{entry['part'].capitalize()}{only} on {entry['device']}"
+    return one_table(entry, title, words, columns, rows)
 
 
 def compiled(entry: Entry) -> Result:
@@ -57,8 +65,8 @@ def compiled(entry: Entry) -> Result:
         "variant", "median s", "quartiles", "exposed s", "hidden share", "graphs", "graph breaks",
     )  # fmt: skip
     where = f"{entry['nodes']} ranks, {entry['rate']}"
-    title = f"torch.compile, {entry['model']}, {where}, {entry['date']}"
-    return Result(title, [measured_with(entry, words), Table(columns, rows)])
+    title = f"torch.compile, {entry['model']}, {where}"
+    return one_table(entry, title, words, columns, rows)
 
 
 def bubbles(entry: Entry) -> Result:
@@ -82,7 +90,7 @@ def bubbles(entry: Entry) -> Result:
         "schedule", "stages a rank", "micro-batches", "bubble by rank %", "formula %", "step s",
         "quartiles", "times one process",
     )  # fmt: skip
-    return Result(f"Pipeline, {entry['date']}", [measured_with(entry, words), Table(columns, rows)])
+    return one_table(entry, "Pipeline", words, columns, rows)
 
 
 def tensor_parallel(entry: Entry) -> Result:
@@ -101,8 +109,7 @@ def tensor_parallel(entry: Entry) -> Result:
         for r in entry["rows"]
     ]
     columns = ("module", "whole", "torch", "slipstream", "quartiles", "times as fast as torch")
-    title = f"Split layers, {entry['date']}"
-    return Result(title, [measured_with(entry, words), Table(columns, rows)])
+    return one_table(entry, "Split layers", words, columns, rows)
 
 
 def recompute(entry: Entry) -> Result:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.result import Entry, Result, Table, measured_with, mebibytes, span, spread, yes
+from benchmarks.result import (
+    Entry,
+    Result,
+    Table,
+    measured_with,
+    mebibytes,
+    one_table,
+    span,
+    spread,
+    yes,
+)
 
 
 def exchange(entry: Entry) -> Result:
@@ -25,9 +35,9 @@ def exchange(entry: Entry) -> Result:
         f"{entry['rounds']} rounds, {computing_in_words(entry)}. Compute {entry['compute_s']:.3f} "
         f"s, wire {entry['wire_s']:.3f} s, bound {entry['bound_s']:.3f} s."
     )
-    title = f"Exchange{beside(entry)}{what}, {entry['model']} at {entry['rate']}, {entry['date']}"
+    title = f"Exchange{beside(entry)}{what}, {entry['model']} at {entry['rate']}"
     rows = [_exchange_row(row, entry["bound_s"]) for row in entry["rows"]]
-    return Result(title, [measured_with(entry, words), Table(columns, rows)])
+    return one_table(entry, title, words, columns, rows)
 
 
 def _exchange_row(row: Mapping[str, Any], bound: float) -> list[str]:
@@ -68,8 +78,8 @@ def memory(entry: Entry) -> Result:
         "its processes."
     )
     rows = [(row["name"], mebibytes(row["peak_bytes"])) for row in entry["rows"]]
-    title = f"Peak memory{coded}, {entry['model']}, {entry['date']}"
-    return Result(title, [measured_with(entry, words), Table(("variant", "peak MiB"), rows)])
+    title = f"Peak memory{coded}, {entry['model']}"
+    return one_table(entry, title, words, ("variant", "peak MiB"), rows)
 
 
 def auto(entry: Entry) -> Result:
@@ -82,9 +92,9 @@ def auto(entry: Entry) -> Result:
         (row["name"] + " (kept)" * (row["name"] == entry["kept"]), *spread(row["quartiles"], 3))
         for row in entry["rows"]
     ]
-    table = Table(("choice", "median s", "quartiles"), rows)
-    title = f"Auto{beside(entry)}, {entry['model']} at {entry['rate']}, {entry['date']}"
-    return Result(title, [measured_with(entry, words), auto_in_words(entry), table])
+    columns = ("choice", "median s", "quartiles")
+    title = f"Auto{beside(entry)}, {entry['model']} at {entry['rate']}"
+    return one_table(entry, title, words, columns, rows, between=[auto_in_words(entry)])
 
 
 def auto_in_words(entry: Entry) -> str:
@@ -124,8 +134,7 @@ def transports(entry: Entry) -> Result:
         for r in by_size
     ]
     columns = ("segments MB", "cores", "transport", "median", "quartiles")
-    title = f"Transports at {entry['rate']}, {entry['date']}"
-    return Result(title, [measured_with(entry, words), Table(columns, rows)])
+    return one_table(entry, f"Transports at {entry['rate']}", words, columns, rows)
 
 
 def allreduce(entry: Entry) -> Result:
@@ -146,8 +155,7 @@ def allreduce(entry: Entry) -> Result:
     ]
     columns = ("KB", "transport", "median", "quartiles", f"times as fast as {first}")
     shape = f"{entry['nodes']} x {entry['ranks_per_node']} ranks"
-    title = f"One all-reduce, {shape}, {where}, {entry['date']}"
-    return Result(title, [measured_with(entry, words), Table(columns, rows)])
+    return one_table(entry, f"One all-reduce, {shape}, {where}", words, columns, rows)
 
 
 def operators(entry: Entry) -> Result:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.result import Entry, Result, Table, measured_with, span, yes
+from benchmarks.result import Entry, Result, Table, measured_with, one_table, span, yes
 
 
 def prediction(entry: Entry) -> Result:
@@ -78,8 +78,8 @@ def tuner(entry: Entry) -> Result:
         "example", "chosen", "strategies tried", "runs", "grid", "best of the grid", "default s",
         "best s", "chosen / best", "quartiles",
     )  # fmt: skip
-    title = f"Tuner{', with codecs' if entry.get('lossy') else ''}, {entry['date']}"
-    return Result(title, [measured_with(entry, words), Table(columns, rows)])
+    title = f"Tuner{', with codecs' if entry.get('lossy') else ''}"
+    return one_table(entry, title, words, columns, rows)
 
 
 def times(entry: Entry) -> Result:
@@ -92,8 +92,8 @@ def times(entry: Entry) -> Result:
         for r in entry["rows"]
     ]
     columns = ("operation", "median s", "quartiles", "limit s", "within")
-    words = measured_with(entry, f"Seconds, {entry['rounds']} rounds.")
-    return Result(f"Promised times, {entry['date']}", [words, Table(columns, rows)])
+    words = f"Seconds, {entry['rounds']} rounds."
+    return one_table(entry, "Promised times", words, columns, rows)
 
 
 def blame(entry: Entry) -> Result:
@@ -103,5 +103,5 @@ def blame(entry: Entry) -> Result:
         f"Runs in which the launcher names the rank that began it, {entry['at_once']} at a time."
     )
     rows = [(r["place"], r["fault"], f"{r['right']} of {r['runs']}") for r in entry["rows"]]
-    title = f"Blame, {'; '.join(cases)}, {entry['date']}"
-    return Result(title, [measured_with(entry, words), Table(("place", "fault", "right"), rows)])
+    title = f"Blame, {'; '.join(cases)}"
+    return one_table(entry, title, words, ("place", "fault", "right"), rows)

@@ -7,12 +7,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.result import Entry, Result, Table, measured_with, spread, yes
+from benchmarks.result import Entry, Result, Table, measured_with, one_table, spread, yes
 
 
 def precision(entry: Entry) -> Result:
     """What 16 bits do to the result of a training, or to its speed."""
-    title = f"Precision, {entry['task']}, {entry['date']}"
+    title = f"Precision, {entry['task']}"
     if entry["task"] == "speed":
         words = (
             f"One process with {entry['threads']} threads on a CPU with {entry['instructions']}; a "
@@ -20,17 +20,19 @@ def precision(entry: Entry) -> Result:
             f"{entry['batch']} x {entry['length']} words, {entry['rounds']} rounds."
         )
         rows = [(r["name"], f"{r['seconds']:.3f}", *spread(r["times"], 2)) for r in entry["rows"]]
-        columns = ("precision", "median s", "x fp32", "quartiles")
-        return Result(title, [measured_with(entry, words), Table(columns, rows)])
+        speeds = ("precision", "median s", "x fp32", "quartiles")
+        return one_table(entry, title, words, speeds, rows)
     words = (
         f"{entry['steps']} updates on one process, {entry['seeds']} seeds; allowed: "
         f"{_allowed(entry)} fp32. fp16 is emulated."
     )
-    headings = ("precision", _score_of(entry), "deviation of the seeds", "against fp32", "within")
+    columns = (
+        *("precision", _score_of(entry), "deviation of the seeds", "against fp32", "within"),
+        "updates skipped",
+    )
     scores = [(*_scores(entry, r), f"{r['skipped']:.1f}") for r in entry["rows"]]
     picture = f"![losses on the way](precision-{entry['task']}.png)"
-    table = Table((*headings, "updates skipped"), scores)
-    return Result(title, [measured_with(entry, words), picture, table])
+    return one_table(entry, title, words, columns, scores, between=[picture])
 
 
 def convergence(entry: Entry) -> Result:
@@ -45,8 +47,8 @@ def convergence(entry: Entry) -> Result:
     )
     rows = [(*_scores(entry, r), f"{r['megabytes']:.3f}") for r in entry["rows"]]
     picture = f"![losses on the way](convergence-{entry['task']}.png)"
-    title = f"Convergence, {entry['task']}, {entry['date']}"
-    return Result(title, [measured_with(entry, words), picture, Table(columns, rows)])
+    title = f"Convergence, {entry['task']}"
+    return one_table(entry, title, words, columns, rows, between=[picture])
 
 
 def local(entry: Entry) -> Result:
@@ -69,8 +71,8 @@ def local(entry: Entry) -> Result:
         _, _, path = entry["command"].partition("--json ")
         picture = f"![scores on the way]({Path(path).stem}.png)"
         seeds = f", {entry['seeds']} seeds" if entry["seeds"] > 1 else ""
-        title = f"Local, {entry['task']}, {entry['steps']} updates{seeds}, {entry['date']}"
-        return Result(title, [measured_with(entry, words), picture, Table(columns, scores)])
+        title = f"Local, {entry['task']}, {entry['steps']} updates{seeds}"
+        return one_table(entry, title, words, columns, scores, between=[picture])
     words = (
         f"{entry['nodes']} emulated hosts at {entry['rate']}, {entry['megabytes']:.1f} MB of "
         f"gradients (on the wire {entry['wire_s']:.2f} s), {entry['rounds']} rounds; computing on "
@@ -100,8 +102,8 @@ def local(entry: Entry) -> Result:
     line = ""
     if entry.get("round_trip_ms") or entry.get("loss_percent"):
         line = f", {entry['round_trip_ms']:g} ms, {entry['loss_percent']:g} % lost"
-    title = f"Local, {entry['model']} at {entry['rate']}{line}{where}, {entry['date']}"
-    return Result(title, [measured_with(entry, words), Table(headings, speeds)])
+    title = f"Local, {entry['model']} at {entry['rate']}{line}{where}"
+    return one_table(entry, title, words, headings, speeds)
 
 
 def unequal(entry: Entry) -> Result:
@@ -121,10 +123,7 @@ def unequal(entry: Entry) -> Result:
         for r in entry["rows"]
     ]
     columns = ("training", "updates a second", "of the sum", "quartiles")
-    return Result(
-        f"One host at half speed, {entry['date']}",
-        [measured_with(entry, words), Table(columns, rows)],
-    )
+    return one_table(entry, "One host at half speed", words, columns, rows)
 
 
 def _allowed(entry: Entry) -> str:
@@ -163,8 +162,7 @@ def large_batch(entry: Entry) -> Result:
         "against the small batch",
     )  # fmt: skip
     picture = "![accuracy on the way](large-batch.png)"
-    title = f"Large batches, {entry['date']}"
-    return Result(title, [measured_with(entry, words), picture, Table(columns, rows)])
+    return one_table(entry, "Large batches", words, columns, rows, between=[picture])
 
 
 def loading(entry: Entry) -> Result:
@@ -184,8 +182,7 @@ def loading(entry: Entry) -> Result:
         "network", "variant", "ms an epoch", "quartiles", "x workers", "quartiles", "x persistent",
         "quartiles", "waited",
     )  # fmt: skip
-    title = f"Loading batches, {entry['date']}"
-    return Result(title, [measured_with(entry, words), Table(columns, rows)])
+    return one_table(entry, "Loading batches", words, columns, rows)
 
 
 def balance(entry: Entry) -> Result:
