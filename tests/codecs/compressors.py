@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from slipstream.codecs import Compressor, Ranks, make_compressor
+from slipstream.codecs import Compressor, HostsCompressor, Ranks, make_compressor
 from slipstream.strategy import (
     DgcConfig,
     Int4Config,
@@ -79,11 +79,7 @@ class Team:
         return pairs * sum(torch.Size(shape).numel() for shape in self.shapes)
 
     def gradients(self, seed: int) -> list[torch.Tensor]:
-        """The share of the mean of each rank: the same on all, plus noise."""
-        random = torch.Generator().manual_seed(seed)
-        common = torch.randn(self.size, generator=random, dtype=self.compressors[0].works_in)
-        noise = [torch.randn(self.size, generator=random) for _ in range(self.ranks)]
-        return [(common + 0.5 * one) / self.ranks for one in noise]
+        return shares(self.size, self.ranks, seed, self.compressors[0].works_in)
 
     def exchange(
         self, gradients: Sequence[torch.Tensor], step: int = 0, counts: bool = True
@@ -108,19 +104,37 @@ class Team:
 
     def kept(self) -> torch.Tensor:
         """What all ranks together have not sent yet."""
-        total = torch.zeros(self.size, dtype=torch.float64)
-        for compressor in self.compressors:
-            start = 0
-            for shape, state in zip(self.shapes, compressor.state(), strict=True):
-                stop = start + torch.Size(shape).numel()
-                for key in ("error", "velocity"):
-                    if key in state:
-                        total[start:stop] += state[key]
-                if "served" in state:
-                    first = start + int(state["served_from"])
-                    total[first : first + len(state["served"])] += state["served"]
-                start = stop
-        return total
+        return sum_kept(self.compressors, self.shapes)
+
+
+def shares(
+    size: int, ranks: int, seed: int, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
+    """The share of a mean of each rank: the same on all, plus noise."""
+    random = torch.Generator().manual_seed(seed)
+    common = torch.randn(size, generator=random, dtype=dtype)
+    noise = [torch.randn(size, generator=random) for _ in range(ranks)]
+    return [(common + 0.5 * one) / ranks for one in noise]
+
+
+def sum_kept(
+    compressors: Sequence[Compressor] | Sequence[HostsCompressor],
+    shapes: Sequence[Sequence[int]],
+    keys: Collection[str] = ("error", "velocity"),
+) -> torch.Tensor:
+    """What ranks together keep under some keys; by default of values that they have not sent."""
+    total = torch.zeros(sum(torch.Size(shape).numel() for shape in shapes), dtype=torch.float64)
+    for compressor in compressors:
+        start = 0
+        for shape, state in zip(shapes, compressor.state(), strict=True):
+            stop = start + torch.Size(shape).numel()
+            for key in state.keys() & keys:
+                total[start:stop] += state[key]
+            if "error" in keys and "served" in state:
+                first = start + int(state["served_from"])
+                total[first : first + len(state["served"])] += state["served"]
+            start = stop
+    return total
 
 
 def run_together(exchanges: Sequence[ExchangeSteps]) -> float:

@@ -17,7 +17,7 @@ from slipstream.transport.requests import (
     Request,
     SpreadInHosts,
 )
-from tests.codecs.compressors import CONFIGS, SHAPES, carry_out
+from tests.codecs.compressors import CONFIGS, SHAPES, carry_out, shares, sum_kept
 
 # Ranks by host.
 NODES: Mapping[str, Sequence[Sequence[int]]] = {
@@ -38,6 +38,8 @@ CODECS = {
         *("int8", "int8, feedback", "int8, stochastic, feedback", "int4", "onebit", "topk", "dgc"),
     )
 } | {"bf16": HalfConfig(), "dgc, warm-up": CONFIGS["dgc, warm-up"], "powersgd": CONFIGS["powersgd"]}
+
+FED_BACK = [name for name in CODECS if name not in ("bf16", "int8")]
 
 
 class HostsTeam:
@@ -61,11 +63,7 @@ class HostsTeam:
         self.size = sum(p.numel() for p in parameters)
 
     def gradients(self, seed: int) -> list[torch.Tensor]:
-        """The part of the mean of each rank: the same on all, plus noise."""
-        random = torch.Generator().manual_seed(seed)
-        common = torch.randn(self.size, generator=random)
-        noise = [torch.randn(self.size, generator=random) for _ in range(self.ranks)]
-        return [(common + 0.5 * one) / self.ranks for one in noise]
+        return shares(self.size, self.ranks, seed)
 
     def sums(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Of each host, in rank order."""
@@ -96,9 +94,9 @@ class HostsTeam:
                 compressor.rollback()
         return [value[: self.size] for value in values]
 
-    def kept(self, key: str = "error") -> torch.Tensor:
-        """What all ranks together keep under a key."""
-        return sum_kept(self.compressors, self.shapes, key)
+    def kept(self) -> torch.Tensor:
+        """What all ranks together have not sent yet."""
+        return sum_kept(self.compressors, self.shapes)
 
 
 def filled(
@@ -110,23 +108,6 @@ def filled(
     flags = torch.zeros(compressor.num_flags, dtype=torch.uint8)
     flags[rank % (compressor.num_flags - 1)] = 1
     return values, flags
-
-
-def sum_kept(
-    compressors: Sequence[HostsCompressor], shapes: Sequence[Sequence[int]], key: str
-) -> torch.Tensor:
-    total = torch.zeros(sum(torch.Size(shape).numel() for shape in shapes), dtype=torch.float64)
-    for compressor in compressors:
-        start = 0
-        for shape, state in zip(shapes, compressor.state(), strict=True):
-            stop = start + torch.Size(shape).numel()
-            if key in state:
-                total[start:stop] += state[key]
-            if key == "error" and "served" in state:
-                first = start + int(state["served_from"])
-                total[first : first + len(state["served"])] += state["served"]
-            start = stop
-    return total
 
 
 def summed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

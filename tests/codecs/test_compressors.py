@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 
 from slipstream.strategy import Int8Config, OneBitConfig, PowerSgdConfig
+from tests.codecs import hosts
 from tests.codecs.compressors import CONFIGS, FED_BACK, SHAPES, Team
 
 RANKS = (1, 2, 3, 4, 5)
+
+
+def over_ranks(name: str, ranks: int) -> Any:
+    """What makes a team of ranks that know no hosts."""
+    return pytest.param(partial(Team, CONFIGS[name], ranks), id=f"{name}, {ranks} ranks")
+
+
+def over_hosts(name: str, nodes: str) -> Any:
+    """What makes a team of hosts."""
+    make = partial(hosts.HostsTeam, hosts.CODECS[name], hosts.NODES[nodes])
+    return pytest.param(make, id=f"{name} between hosts, {nodes}")
 
 
 every_codec = pytest.mark.parametrize("name", CONFIGS)
@@ -25,10 +40,15 @@ def test_all_ranks_end_with_the_same_bits_and_the_same_flags(name, ranks) -> Non
         assert [flags.tolist() for flags in team.flags] == [raised] * ranks
 
 
-@pytest.mark.parametrize("name", FED_BACK)
-@pytest.mark.parametrize("ranks", RANKS)
-def test_what_was_sent_and_what_is_left_is_what_came_in(name, ranks) -> None:
-    team = Team(CONFIGS[name], ranks)
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(over_ranks(name, ranks) for name in FED_BACK for ranks in RANKS),
+        *(over_hosts(name, nodes) for name in hosts.FED_BACK for nodes in hosts.NODES),
+    ],
+)
+def test_what_was_sent_and_what_is_left_is_what_came_in(make) -> None:
+    team = make()
     came, sent = torch.zeros(team.size, dtype=torch.float64), 0.0
     for step in range(6):
         gradients = team.gradients(step)
@@ -121,13 +141,22 @@ def test_infinity_is_found_where_powersgd_looks_along_zeros() -> None:
     assert [flags.tolist() for flags in team.flags] == [[1, 1, 1]] * 2
 
 
-@every_codec
-def test_a_state_goes_on_bit_for_bit(name) -> None:
-    team, resumed = Team(CONFIGS[name], 3), Team(CONFIGS[name], 3)
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(over_ranks(name, 3) for name in CONFIGS),
+        *(over_hosts(name, nodes) for name in hosts.CODECS for nodes in hosts.NODES),
+    ],
+)
+def test_a_state_goes_on_bit_for_bit(make) -> None:
+    team, resumed = make(), make()
     for step in range(3):
         team.exchange(team.gradients(step), step)
     for old, new in zip(team.compressors, resumed.compressors, strict=True):
         new.load(old.state())
+        for before, after in zip(old.state(), new.state(), strict=True):
+            assert before.keys() == after.keys()
+            assert all(torch.equal(before[key], after[key]) for key in before)
     for step in range(3, 6):
         gradients = team.gradients(step)
         assert torch.equal(team.exchange(gradients, step)[0], resumed.exchange(gradients, step)[0])
