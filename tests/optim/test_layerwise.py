@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from torch import nn
 
 import slipstream
 from slipstream.errors import UsageError
 from slipstream.optim import Lamb, Lars
 from slipstream.optim.layerwise import Layerwise, Treatment, bunches_of
+from tests.optim.steps import matrix, one_step
 from tests.optim.variants import VARIANTS, give_gradients, parameters, same, values
 
 both = pytest.mark.parametrize("make", [Lars, Lamb])
@@ -218,3 +220,47 @@ def test_a_session_trains_with_it(variant: str) -> None:
         alone.step()
         alone.zero_grad()
     assert same(values(list(model.named_parameters())), values(list(plain.named_parameters())))
+
+
+LENGTHS: dict[str, Any] = {
+    "lars": (
+        Lars,
+        {"momentum": 0.0, "trust_coefficient": 0.001, "eps": 0.0},
+        (1e3, (0.01, 10.0)),
+        0.001,
+        2e-2,  # the step is a small difference of rounded weights
+    ),
+    "lamb": (Lamb, {}, (1e2, (1e-3, 0.5)), 1.0, 1e-3),
+}
+"""Settings, the largest scale, the learning rates, the step over rate and weights, how near."""
+
+exponents = st.floats(-1, 1)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@given(st.integers(0, 99), exponents, exponents, st.floats(0, 1))
+def test_a_step_is_as_long_as_the_weights_allow(
+    name: str, seed: int, weights: float, gradients: float, rate: float
+) -> None:
+    make, settings, (scale, (least, most)), factor, near = LENGTHS[name]
+    parameter = matrix(seed, scale**weights, scale**gradients)
+    length, lr = parameter.detach().norm().item(), least * (most / least) ** rate
+    step = one_step(make, parameter, lr=lr, **settings)
+    assert step.norm().item() == pytest.approx(factor * lr * length, rel=near)
+
+
+HALVES: dict[str, Any] = {
+    # the norm is 60000, its square 3.6e9
+    "lars": (Lars, 200.0, {"lr": 10.0, "trust_coefficient": 0.01}, 1e-2),
+    "lamb": (Lamb, 2.0, {"lr": 0.1, "weight_decay": 0.0, "max_grad_norm": 1e6}, 2e-2),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_norms_of_half_precision_do_not_overflow(name: str, dtype: torch.dtype) -> None:
+    make, gradient, settings, near = HALVES[name]
+    parameter = nn.Parameter(torch.full((300, 300), 100.0, dtype=dtype))
+    parameter.grad = torch.full((300, 300), gradient, dtype=dtype)
+    step = one_step(make, parameter, **settings)
+    torch.testing.assert_close(step, torch.full_like(step, 10.0), rtol=near, atol=0)
