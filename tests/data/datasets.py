@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -25,6 +26,45 @@ class Numbers(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         self.reads[index] += 1
         return index
+
+
+class Waits(Numbers):
+    """One of its samples waits to be let go, in a thread or a process."""
+
+    def __init__(self, size: int, at: int) -> None:
+        super().__init__(size)
+        self.at, self.goes_on = at, multiprocessing.Event()
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.at:
+            self.goes_on.wait(60)
+        return index
+
+
+class Scale:
+    """A transform with a factor."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, value: Any) -> Any:
+        return self.factor * value
+
+
+class Scaled(Dataset[torch.Tensor]):
+    """Rising numbers, with transforms that can be changed."""
+
+    def __init__(self, size: int = 8) -> None:
+        self.transform: Any = Scale(1)
+        self.values = torch.arange(float(size))
+        self.pipeline = [Scale(1)]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        scaled: torch.Tensor = self.pipeline[0](self.transform(self.values[index]))
+        return scaled
 
 
 def generator() -> torch.Generator:

@@ -7,34 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import Dataset
 
 from slipstream.data.cache import cached
 from slipstream.errors import DataError
 from slipstream.strategy import CacheConfig
+from tests.data.datasets import Scale, Scaled
 
 pytest.importorskip("lmdb")
-
-
-class Scale:
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-    def __call__(self, value: torch.Tensor) -> torch.Tensor:
-        return self.factor * value
-
-
-class Scaled(Dataset[Any]):
-    def __init__(self) -> None:
-        self.transform: Any = Scale(1.0)
-        self.rows = torch.arange(6.0)
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> Any:
-        return self.transform(self.rows[index])
 
 
 def another(data: Scaled) -> None:
@@ -46,14 +25,14 @@ def inside(data: Scaled) -> None:
 
 
 def values(data: Scaled) -> None:
-    data.rows.add_(1)
+    data.values.add_(1)
 
 
 @pytest.mark.parametrize("change", [another, inside, values])
 def test_it_is_refused_where_the_next_epoch_begins(
     tmp_path: Path, change: Callable[[Scaled], None]
 ) -> None:
-    data = Scaled()
+    data = Scaled(6)
     kept = cached(data, CacheConfig(folder=str(tmp_path), gigabytes=0.01))
     for _ in range(2):
         assert [float(kept[i]) for i in range(6)] == [0, 1, 2, 3, 4, 5]
@@ -64,7 +43,7 @@ def test_it_is_refused_where_the_next_epoch_begins(
 
 
 def test_another_attribute_is_seen_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    data = Scaled()
+    data = Scaled(6)
     kept = cached(data, CacheConfig(folder=str(tmp_path), gigabytes=0.01))
     _ = [kept[i] for i in range(6)], kept[0]
     another(data)
@@ -74,7 +53,7 @@ def test_another_attribute_is_seen_in_the_middle_of_an_epoch(tmp_path: Path) -> 
 
 
 def test_what_does_not_change_samples_may_be_set(tmp_path: Path) -> None:
-    data: Any = Scaled()
+    data: Any = Scaled(6)
     kept = cached(data, CacheConfig(folder=str(tmp_path), gigabytes=0.01))
     for epoch in range(3):
         assert [float(kept[i]) for i in range(6)] == [0, 1, 2, 3, 4, 5]
@@ -83,7 +62,7 @@ def test_what_does_not_change_samples_may_be_set(tmp_path: Path) -> None:
 
 
 def test_a_sample_that_is_changed_in_place_is_kept_as_it_was(tmp_path: Path) -> None:
-    kept = cached(Scaled(), CacheConfig(folder=str(tmp_path), gigabytes=0.01))
+    kept = cached(Scaled(6), CacheConfig(folder=str(tmp_path), gigabytes=0.01))
     for _ in range(2):
         sample = kept[3]
         assert float(sample) == 3

@@ -37,8 +37,8 @@ def two() -> Iterator[Ranks]:
         yield ranks
 
 
-class SaysStream(IterableDataset[Any]):
-    """A stream that says another length than it has; several workers deal it out."""
+class Says:
+    """A loader of the user's own that says another length than it has."""
 
     def __init__(self, rows: Sequence[Any], says: int) -> None:
         self.rows, self.says = rows, says
@@ -50,28 +50,12 @@ class SaysStream(IterableDataset[Any]):
         return iter(self.rows)
 
 
-class SaysLoader:
-    """A loader of the user's own."""
-
-    def __init__(self, rows: Sequence[Any], says: int) -> None:
-        self.rows, self.says = rows, says
-
-    def __len__(self) -> int:
-        return self.says
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.rows)
+class SaysStream(Says, IterableDataset[Any]):
+    """Several workers deal it out."""
 
 
-class SaysSampler(Sampler[int]):
-    def __init__(self, length: int, says: int) -> None:
-        self.length, self.says = length, says
-
-    def __len__(self) -> int:
-        return self.says
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.length))
+class SaysSampler(Says, Sampler[int]):
+    pass
 
 
 class SaysDataLoader(DataLoader[Any]):
@@ -100,8 +84,8 @@ def single(dataset: Any, **settings: Any) -> DataLoader[Any]:
 
 LOADERS: dict[str, Callable[[Sequence[Any], int], Iterable[Any]]] = {
     "a stream": lambda rows, says: single(SaysStream(rows, says)),
-    "a loader": SaysLoader,
-    "a sampler": lambda rows, says: single(rows, sampler=SaysSampler(len(rows), says)),
+    "a loader": Says,
+    "a sampler": lambda rows, says: single(rows, sampler=SaysSampler(range(len(rows)), says)),
     "a class of DataLoader": lambda rows, says: SaysDataLoader(rows, batch_size=None),
 }
 
@@ -283,7 +267,7 @@ def skipping(certain: bool, bad: int) -> list[float]:
     """Train on; rank 1 skips what cannot be read, if the loader goes on."""
     model, optimizer, scheduler = model_and_optimizer()
     dataset = Rising(batches(dist.get_rank(), 4), ValueError("corrupt"), at=bad)
-    sampler = None if certain else SaysSampler(4, 4)
+    sampler = None if certain else SaysSampler(range(4), 4)
     with slipstream.accelerate(model, optimizer, single(dataset, sampler=sampler)) as session:
         for _ in range(2):
             remaining = iter(session.loader)
@@ -317,7 +301,8 @@ def test_a_batch_that_is_lost_where_others_count_on_it_is_an_error(two: Ranks) -
 def interrupted() -> list[int]:
     """Ctrl-C while a batch is read, and again."""
     dataset = Rising([0, 1, 2], KeyboardInterrupt(), at=1)
-    loader = UnevenInputLoader(single(dataset, sampler=SaysSampler(3, 3)), group=dist.group.WORLD)
+    inner = single(dataset, sampler=SaysSampler(range(3), 3))
+    loader = UnevenInputLoader(inner, group=dist.group.WORLD)
     remaining, seen = iter(loader), []
     seen.append(next(remaining))
     with pytest.raises(KeyboardInterrupt):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import threading
 import time
@@ -21,7 +20,7 @@ from slipstream.data.prefetch.map_reader import MEASURED, SEEN, _Timing
 from slipstream.errors import UsageError
 from slipstream.strategy import PrefetchConfig
 from slipstream.trace import read
-from tests.data.datasets import Numbers, Stream, generator
+from tests.data.datasets import Numbers, Stream, Waits, generator
 
 
 def pids(loader: PrefetchLoader) -> set[int]:
@@ -253,23 +252,10 @@ def test_another_order_in_memory_stays() -> None:
     loader.close()
 
 
-class Waits(Numbers):
-    """Its second batch waits to be let go."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.goes_on = multiprocessing.Event()
-
-    def __getitem__(self, index: int) -> int:
-        if index == 2:
-            self.goes_on.wait(60)
-        return index
-
-
 @pytest.mark.process
 @pytest.mark.parametrize("threads", [True, False])
 def test_batches_behind_a_slow_one_are_not_there(threads: bool) -> None:
-    data = Waits(8)
+    data = Waits(8, at=2)
     loader = prefetch(
         DataLoader(data, batch_size=2), PrefetchConfig(threads=threads, workers=2, depth=4)
     )

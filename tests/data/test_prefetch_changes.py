@@ -12,30 +12,9 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 
 from slipstream.data.prefetch import prefetch
 from slipstream.strategy import PrefetchConfig
-from tests.data.datasets import generator
+from tests.data.datasets import Scale, Scaled, generator
 
 pytestmark = pytest.mark.process
-
-
-class Scale:
-    def __init__(self, factor: int) -> None:
-        self.factor = factor
-
-    def __call__(self, value: int) -> int:
-        return self.factor * value
-
-
-class Scaled(Dataset[int]):
-    def __init__(self) -> None:
-        self.transform: Any = Scale(1)
-        self.values = torch.arange(8)
-        self.pipeline = [Scale(1)]
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        return int(self.pipeline[0](self.transform(self.values[index])))
 
 
 class ScaledStream(IterableDataset[int]):
@@ -68,7 +47,7 @@ SOURCES = {
     "workers": PrefetchConfig(workers=2, depth=4),
     "this process": PrefetchConfig(),
 }
-PARTS: dict[str, Callable[[Scaled], Dataset[int]]] = {
+PARTS: dict[str, Callable[[Scaled], Dataset[torch.Tensor]]] = {
     "whole": lambda data: data,
     "a part": lambda data: Subset(data, [0, 1, 2, 3, 4]),
     "joined": lambda data: ConcatDataset([data, data]),
@@ -96,7 +75,7 @@ def test_what_is_set_on_a_dataset_inside_is_read(part: str) -> None:
 
 
 def check(config: PrefetchConfig, change: Any, part: str) -> None:
-    def loader_of(data: Scaled) -> DataLoader[int]:
+    def loader_of(data: Scaled) -> DataLoader[torch.Tensor]:
         return DataLoader(PARTS[part](data), batch_size=2, shuffle=True, generator=generator())
 
     data = Scaled()

@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from slipstream.data.prefetch import prefetch
 from slipstream.errors import DataError, ModelError, UsageError
 from slipstream.strategy import PrefetchConfig
-from tests.data.datasets import Config, Numbers, Stream
+from tests.data.datasets import Config, Numbers, Stream, Waits
 
 
 class Broken(Numbers):
@@ -64,17 +64,6 @@ def test_an_error_names_what_was_asked_for_at_once(dataset: Any, named: str, thr
     said = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
     assert f"while {named}" in said
     loader.close()
-
-
-class Hanging(Numbers):
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.go_on = threading.Event()
-
-    def __getitem__(self, index: int) -> int:
-        if index == 5:
-            self.go_on.wait(30)
-        return index
 
 
 DYING = """
@@ -171,12 +160,12 @@ def test_a_full_shared_memory_is_an_error_that_names_it_and_the_samples(config: 
 
 
 def test_a_thread_that_hangs_is_an_error_that_names_the_samples() -> None:
-    data = Hanging(8)
+    data = Waits(8, at=5)
     config = PrefetchConfig(workers=1, threads=True, timeout=2.0)
     loader = prefetch(DataLoader(data, batch_size=2), config)
     with pytest.raises(DataError, match=r"samples 4, 5 were not read within 2 s"):
         list(loader)
-    data.go_on.set()
+    data.goes_on.set()
     loader.close()
 
 
