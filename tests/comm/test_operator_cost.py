@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import slipstream.comm as comm
 from slipstream.comm.signature import Signature
+from tests.harness.dispatched import Dispatched
 from tests.harness.ranks import Ranks
 
 SIZE = 2
@@ -23,18 +22,6 @@ def team() -> Iterator[Ranks]:
         yield ranks
 
 
-class Log(TorchDispatchMode):
-    """The names of the operations that run inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.name().partition(".")[0])
-        return func(*args, **(kwargs or {}))
-
-
 VIEWS = {"aten::view", "aten::split_with_sizes", "aten::detach"}
 ALLOCATIONS = {"aten::empty", "aten::new_empty", "aten::empty_like"}
 
@@ -43,9 +30,10 @@ def work(name: str, rows: int) -> list[str]:
     """The operations that touch the elements of a tensor, and the collectives."""
     group = comm.group(check=False)
     x = torch.ones(rows, 4)
-    with Log() as log, patch.object(Signature, "of", side_effect=AssertionError("a signature")):
+    refused = AssertionError("a signature")
+    with Dispatched() as log, patch.object(Signature, "of", side_effect=refused):
         getattr(comm, name)(x, group)
-    return [word for word in log.names if word not in VIEWS | ALLOCATIONS]
+    return [word for word in log.operators if word not in VIEWS | ALLOCATIONS]
 
 
 WORK = {
@@ -70,11 +58,11 @@ def test_large_pieces_are_sent_and_received(team: Ranks) -> None:
 def recorded_work() -> tuple[list[str], list[str]]:
     group = comm.group(check=False)
     x = torch.ones(4, 4, requires_grad=True)
-    with Log() as forward:
+    with Dispatched() as forward:
         y = comm.all_reduce_max(x, group)
-    with Log() as backward:
+    with Dispatched() as backward:
         y.backward(torch.ones_like(y))
-    return forward.names, backward.names
+    return forward.operators, backward.operators
 
 
 def test_max_is_compared_in_backward_only(team: Ranks) -> None:

@@ -6,7 +6,7 @@ loss = case.loss(case.build(), case.batch(step))
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +122,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Blocks one after another; subclasses differ in what is between them."""
+    """Blocks one after another; subclasses differ in their order, and in what is between them."""
 
     def __init__(self, blocks: int = 4, width: int = 6) -> None:
         super().__init__()
@@ -131,12 +131,15 @@ class Blocks(nn.Module):
         self.scale = nn.Parameter(torch.ones(2 * width))
         self.head = nn.Linear(width, 4)
 
+    def order(self) -> Iterable[nn.Module]:
+        return self.blocks
+
     def between(self, number: int, x: Tensor) -> Tensor:
         return x
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = self.first(x)
-        for number, block in enumerate(self.blocks):
+        for number, block in enumerate(self.order()):
             x = block(self.between(number, x), scale=self.scale)
         return F.cross_entropy(self.head(x), y)
 
@@ -154,11 +157,15 @@ class Collected(Blocks):
 class Twice(Blocks):
     """Calls every block twice."""
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in (*self.blocks, *self.blocks):
-            x = block(x, scale=self.scale)
-        return F.cross_entropy(self.head(x), y)
+    def order(self) -> Iterable[nn.Module]:
+        return (*self.blocks, *self.blocks)
+
+
+class Backwards(Blocks):
+    """Calls the last block first."""
+
+    def order(self) -> Iterable[nn.Module]:
+        return reversed([*self.blocks])
 
 
 class Attention(nn.Module):

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.optim import Lamb, Lars
+from tests.harness.dispatched import Dispatched
 from tests.optim.variants import VARIANTS, Named, give_gradients, parameters, same, values
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -66,25 +66,13 @@ def test_mixed_dtypes_and_groups_are_a_plain_loop_bit_for_bit(variant: str) -> N
     assert same(values(named), values(plain))
 
 
-class Operations(TorchDispatchMode):
-    """The operations that are dispatched, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def operations(variant: str, *, copies: int, plain: bool = False) -> list[str]:
     """What the second step of a network of ``copies`` times seven parameters dispatches."""
     make, named = VARIANTS[variant], parameters(copies=copies)
     optimizer = make(named)
     moved(optimizer, named, range(1), optimizer.step)
     give_gradients(named, 1)
-    counted = Operations()
+    counted = Dispatched()
     with counted:
         make.one_by_one(optimizer) if plain else optimizer.step()
     return counted.names
@@ -100,8 +88,8 @@ def test_more_parameters_are_no_more_operations(variant: str) -> None:
 
 @every_variant
 def test_nothing_waits_for_the_device(variant: str) -> None:
-    waits = ("_local_scalar_dense", "nonzero", "equal", "masked_select")
-    assert [n for n in operations(variant, copies=2) if n.split(".")[1] in waits] == []
+    waits = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select")
+    assert [n for n in operations(variant, copies=2) if n.partition(".")[0] in waits] == []
 
 
 @pytest.mark.parametrize("variant", ["lars", "lamb"])

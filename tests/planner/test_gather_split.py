@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import chain, combinations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from slipstream.planner.search.gather_split import forward_end, optimal_gather_cuts
+from tests.planner.every_cut import all_cuts
 
 CLOSE = 1e-9
-
-
-def all_cuts(count: int) -> list[tuple[int, ...]]:
-    inner = range(1, count)
-    chosen = chain.from_iterable(combinations(inner, size) for size in range(count))
-    return [(*cuts, count) for cuts in chosen]
 
 
 @st.composite

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from itertools import chain, combinations, pairwise
+from itertools import combinations, pairwise
 from math import inf
 
 import numpy as np
@@ -12,17 +11,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from slipstream.planner.search.split import finish_time, improve, optimal_cuts
+from tests.planner.every_cut import all_cuts
 
 CLOSE = 1e-9
 MB = 2**20
-
-
-@cache
-def all_cuts(count: int) -> tuple[tuple[int, ...], ...]:
-    """Every way to cut ``count`` gradients."""
-    inner = range(1, count)
-    chosen = chain.from_iterable(combinations(inner, size) for size in range(count))
-    return tuple((*cuts, count) for cuts in chosen)
 
 
 def brute_force(ready, sizes, cost, borders):

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from slipstream.memory import recompute
 from slipstream.strategy import BudgetConfig, EveryConfig, RecomputeConfig
 from tests.memory.models import (
     MODELS,
+    Backwards,
     Blocks,
     Case,
     Twice,
@@ -104,14 +104,6 @@ class PythonRandom(Blocks):
         if number == 2:
             random.random()
         return x
-
-
-class Backwards(Blocks):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in reversed(self.blocks):
-            x = block(x, scale=self.scale)
-        return F.cross_entropy(self.head(x), y)
 
 
 @pytest.mark.parametrize(
