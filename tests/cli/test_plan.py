@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from slipstream.cli import main
 from slipstream.errors import ClusterError
@@ -18,6 +18,7 @@ from slipstream.planner.iteration.traced import gradients_of
 from slipstream.planner.search.label import label
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace, read, write
+from tests.cli.running import run
 from tests.harness.traces import by_hand
 from tests.planner.networks import ethernet_profile as cluster
 from tests.planner.workloads import workload
@@ -25,12 +26,7 @@ from tests.planner.workloads import workload
 ONE_HOST = {"hosts": 1, "ranks_per_host": 4}
 
 
-def _run(*arguments: str) -> str:
-    result = CliRunner(env={"COLUMNS": "120"}).invoke(
-        main.app, ["plan", *arguments], catch_exceptions=False
-    )
-    assert result.exit_code == 0
-    return result.stdout
+_run = partial(run, "plan")
 
 
 def test_the_tables_rank_strategies_and_show_other_clusters(files, tmp_path) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from slipstream.cli import main
 from slipstream.cli.plan import count
 from slipstream.cli.plan.memory import parse_bytes
 from slipstream.errors import ModelError, StrategyError
@@ -19,6 +18,7 @@ from slipstream.planner.iteration.plan import CommPlan
 from slipstream.planner.iteration.simulate import predict
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace, read, write
+from tests.cli.running import run
 from tests.planner.test_ranking import UNEVEN
 
 USERS_FILE = """
@@ -75,12 +75,7 @@ number = 3
 """
 
 
-def _run(*arguments: str) -> str:
-    result = CliRunner(env={"COLUMNS": "120"}).invoke(
-        main.app, ["plan", *arguments], catch_exceptions=False
-    )
-    assert result.exit_code == 0
-    return result.stdout
+_run = partial(run, "plan")
 
 
 @pytest.fixture

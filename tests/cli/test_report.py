@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from slipstream.cli import main
 from slipstream.cli.report import names
 from slipstream.errors import TraceError
 from slipstream.trace import Trace, write
+from tests.cli.running import run
 from tests.harness.traces import by_hand
 
 pytest.importorskip("plotly")
 pytest.importorskip("matplotlib")
 
 
-def _run(*arguments: object) -> str:
-    given = ["report", *map(str, arguments)]
-    result = CliRunner().invoke(main.app, given, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
+_run = partial(run, "report")
 
 
 def test_it_writes_page_and_picture(tmp_path):

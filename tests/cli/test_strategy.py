@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
-from typer.testing import CliRunner
 
-from slipstream.cli.main import app, main
+from slipstream.cli.main import main
 from slipstream.errors import StrategyError
 from slipstream.strategy import Strategy, presets
+from tests.cli.running import run
 
-
-def _run(*arguments: str) -> str:
-    result = CliRunner().invoke(app, ["strategy", *arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
+_run = partial(run, "strategy")
 
 
 def test_show(tmp_path):

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import sys
+from functools import partial
 
 import pytest
 from typer.testing import CliRunner
@@ -15,6 +16,7 @@ from slipstream.planner.network.curve import Curve
 from slipstream.planner.network.profile import Network, NetworkProfile
 from slipstream.strategy import Strategy
 from slipstream.trace import write
+from tests.cli.running import run
 from tests.harness.traces import by_hand
 from tests.harness.training import Training
 
@@ -26,10 +28,7 @@ def file(tmp_path):
     return str(path)
 
 
-def _run(*arguments: str) -> str:
-    result = CliRunner().invoke(main.app, ["trace", *arguments], catch_exceptions=False)
-    assert result.exit_code == 0
-    return result.stdout
+_run = partial(run, "trace")
 
 
 def test_summary_shows_the_tables(file):
