@@ -225,8 +225,9 @@ MISTAKES = STRATEGIES | MODELS
 
 def outcome_of(name: str) -> tuple[str, str, bool]:
     """The error of a case; whether the next good use works in spite of it."""
+    mistake, *_ = MISTAKES.get(name) or ONLY_ONE[name]
     try:
-        MISTAKES[name][0]()
+        mistake()
     except SlipstreamError as error:
         outcome = type(error).__name__, str(error)
     else:
@@ -346,30 +347,19 @@ ONLY_ONE: dict[str, tuple[Callable[[], object], list[str]]] = {
         lambda: own_optimizer(is_first()),
         ["rank 1 cannot go on: ModelError", "not in the model"],
     ),
-    "lazy": (
+    "a lazy parameter": (
         lambda: accelerate_and_close(small() if is_first() else nn.LazyLinear(2)),
         ["rank 1 cannot go on: ModelError", "lazy"],
     ),
 }
 
 
-def outcome_on_one_rank(name: str) -> tuple[str, str]:
-    try:
-        ONLY_ONE[name][0]()
-    except SlipstreamError as error:
-        outcome = type(error).__name__, str(error)
-    else:
-        outcome = "no error", ""
-    accelerate_and_close(small())  # the ranks are still in step
-    return outcome
-
-
 @pytest.mark.parametrize("name", ONLY_ONE)
 def test_what_one_rank_does_differently_is_an_error_on_all(two: Ranks, name: str) -> None:
     words = ONLY_ONE[name][1]
-    outcomes = two.run(outcome_on_one_rank, name, timeout=40)
+    outcomes = two.run(outcome_of, name, timeout=40)
     failed = {"rank 0 cannot": 0, "rank 1 cannot": 1}.get(words[0][:13])
-    for rank, (kind, text) in enumerate(outcomes):
+    for rank, (kind, text, _) in enumerate(outcomes):
         if rank == failed:  # its own error, which the others quote
             assert kind in words[0]
             assert text in outcomes[1 - rank][1]
