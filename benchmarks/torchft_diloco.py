@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import TCPStore
 
 TIMEOUT = timedelta(seconds=600)
 
@@ -41,7 +42,7 @@ class DiLoCo:
         found: list[Any] = [self._lighthouse and self._lighthouse.address()]
         dist.broadcast_object_list(found)
         host = _host_for_others()
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._manager = Manager(
             pg=ProcessGroupGloo(timeout=TIMEOUT),
             load_state_dict=model.load_state_dict,

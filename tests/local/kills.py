@@ -39,7 +39,7 @@ def life(folder: str, killed: int | None, after: int, delay: float) -> Tensor:
     done = last_whole(Path(folder), session.world_size)
     if done:
         paths = [path_of(Path(folder), done, rank) for rank in range(session.world_size)]
-        session.restore([torch.load(path, weights_only=False) for path in paths])
+        session.restore([torch.load(path, weights_only=True) for path in paths])
     for update in range(done + 1, UPDATES + 1):
         if session.rank == killed and update == done + 1 + after:
             Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()

@@ -48,7 +48,7 @@ def save(folder: Path, transport: str, half: bool) -> None:
 
 def resume(folder: Path, transport: str, how: str, half: bool) -> str:
     """Every rank trains on the same batches, so that the number of ranks does not matter."""
-    full = torch.load(folder / "full.pt", weights_only=False)
+    full = torch.load(folder / "full.pt", weights_only=True)
     model = build()
     update = OPTIMIZERS["adam"](model.parameters())
     precision = {"precision": {"kind": "half_weights", "loss_scale": None}} if half else {}
@@ -60,7 +60,7 @@ def resume(folder: Path, transport: str, how: str, half: bool) -> str:
             update.load_state_dict(full["optimizer"])
         else:
             session.restore(
-                [torch.load(p, weights_only=False) for p in sorted(folder.glob("shard*.pt"))[::-1]]
+                [torch.load(p, weights_only=True) for p in sorted(folder.glob("shard*.pt"))[::-1]]
             )
         for _ in range(2):
             torch.manual_seed(7)

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
@@ -270,9 +271,14 @@ class _Welcome:
         self._mean /= counts
 
     def _received(self) -> dict[str, Any]:
-        state: dict[str, Any] = torch.load(
-            io.BytesIO(self._content.numpy().tobytes()), map_location="cpu", weights_only=False
-        )
+        file = io.BytesIO(self._content.numpy().tobytes())
+        try:
+            state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        except UnpicklingError as error:
+            raise ExchangeError(
+                "the state of another job holds more than tensors and plain values, which are "
+                f"all that is taken from elsewhere: {str(error).splitlines()[0]}"
+            ) from error
         return state
 
     def state(self) -> dict[str, Any]:
