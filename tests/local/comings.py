@@ -65,12 +65,13 @@ class Jobs:
             assert time.monotonic() < until, self.logs()
             time.sleep(0.02)
 
-    def end_soon(self) -> None:
-        """Let all jobs end at the same update, some way on."""
+    def end_soon(self) -> int:
+        """Let all jobs end at the same update, some way on, and return it."""
         last = max(map(self.updates, self.running)) + 100
         part = self.folder / "end.part"
         part.write_text(str(last))
         part.rename(self.folder / "end")
+        return last
 
     def kill(self, job: subprocess.Popen[bytes]) -> None:
         job.kill()
@@ -93,14 +94,9 @@ class Jobs:
 
 
 def survive(kills: int, jobs: int, seed: int) -> tuple[float, float]:
-    """Kill a job and let it come back, so many times; loss of an undisturbed run, and of this
-    one."""
-    chance, updates = random.Random(seed), 200 + 60 * kills
-    with tempfile.TemporaryDirectory() as folder:
-        quiet = Jobs(Path(folder), updates, 0.0)
-        for _ in range(jobs):
-            quiet.start()
-        expected = fmean(one["loss"] for one in quiet.end(600))
+    """Kill a job and let it come back, so many times; loss of a run as long that nobody disturbs,
+    and of this one."""
+    chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         run = Jobs(Path(folder), ENDLESS, 0.05)
         for _ in range(jobs):
@@ -113,8 +109,13 @@ def survive(kills: int, jobs: int, seed: int) -> tuple[float, float]:
             newcomer = run.start()
             run.wait_for(1, newcomer)  # it trains again
             print(f"{number + 1} killed and back", file=sys.stderr)
-        run.end_soon()
+        updates = run.end_soon()
         found = run.end(600)
+    with tempfile.TemporaryDirectory() as folder:
+        quiet = Jobs(Path(folder), updates, 0.0)
+        for _ in range(jobs):
+            quiet.start()
+        expected = fmean(one["loss"] for one in quiet.end(600))
     assert all(one["longest"] < TIMEOUT for one in found), found
     assert len({one["parameters"] for one in found}) == 1, found
     return expected, fmean(one["loss"] for one in found)

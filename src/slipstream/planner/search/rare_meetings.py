@@ -23,8 +23,6 @@ from slipstream.strategy import (
 
 STEPS = (8, 16, 32, 64, 128)
 FRAGMENTS = 4
-LAGS = (0, 1 / 16, 1 / 8, 1 / 4)
-"""Parts of a round that a delay may be."""
 ENOUGH = 0.95
 """Part of the speed without any exchange at which meeting more rarely is not worth its loss."""
 ROUNDS = 100
@@ -104,12 +102,7 @@ def _settings(base: Strategy, network: NetworkProfile) -> Iterator[Strategy]:
         transport = FlatConfig()
     plain = base.with_gradients(transport=transport, split=ByBytesConfig(), codec=None)
     codecs = [codec for codec in CODECS if codec is None or is_costed(codec, network.codecs)]
-    found = [
-        (steps, delay)
-        for steps in STEPS
-        for delay in range(steps // FRAGMENTS + 1)
-        if delay / steps in LAGS
-    ]
+    found = [(steps, delay) for steps in STEPS for delay in range(steps // FRAGMENTS + 1)]
     for steps, delay in sorted(found, key=_harm):
         for codec in codecs:
             config = LocalConfig(
