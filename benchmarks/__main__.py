@@ -95,8 +95,10 @@ def commands() -> Iterator[tuple[str, str]]:
     for rate in ("100mbit", "300mbit"):
         yield f"local-bert-{rate}", f"local speed --rate {rate} --rounds 2"
     far = "--rate 1gbit --round-trip-ms 50 --loss-percent 0.1 --rounds 2 --variants"
-    far_ones = "'DDP, 4 MB' 'local, 16 steps, 4 fragments, delay 4, int8' 'local: auto'"
-    yield "local-bert-far", f"local speed {far} {far_ones}"
+    coded = "'local, 16 steps, 4 fragments, delay 4, int8' 'local: auto'"
+    far = f"{far} 'DDP, 4 MB' 'torchft DiLoCo, 16 steps' {coded}"
+    yield "local-bert-far", f"local speed {far}"
+    yield "local-bert-far-set", f"local speed --keep-window {far}"
     yield "local-causal", "local loss --task causal"
     coded = "'data parallel' " + " ".join(
         f"'{steps} steps{codec}'"

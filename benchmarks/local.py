@@ -497,6 +497,7 @@ def speed(args: argparse.Namespace) -> None:
             "rate": args.rate,
             "round_trip_ms": args.round_trip_ms,
             "loss_percent": args.loss_percent,
+            "keep_window": args.keep_window,
             "compute": args.compute,
             "wire_s": wire_seconds(args, case.num_bytes, world),
             "rounds": args.rounds,
@@ -528,6 +529,7 @@ def main() -> int:
     parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--round-trip-ms", type=float, default=0.0)
     parser.add_argument("--loss-percent", type=float, default=0.0)
+    parser.add_argument("--keep-window", action="store_true", help="hosts set for long lines")
     parser.add_argument("--model", choices=MODELS, default="bert")
     parser.add_argument("--compute", choices=("cpu", "accelerator"), default="accelerator")
     parser.add_argument("--compute-seconds", type=float, default=0.15, help="of an update")
@@ -537,7 +539,8 @@ def main() -> int:
     args = parser.parse_args()
     args.loopback = False
     if args.part == "speed":
-        return as_ranks(speed, args, Line(args.round_trip_ms / 1e3, args.loss_percent / 100))
+        line = Line(args.round_trip_ms / 1e3, args.loss_percent / 100, args.keep_window)
+        return as_ranks(speed, args, line)
     if "RANK" in os.environ:
         losses(args)
         return 0

@@ -102,6 +102,7 @@ def local(entry: Entry) -> Result:
     line = ""
     if entry.get("round_trip_ms") or entry.get("loss_percent"):
         line = f", {entry['round_trip_ms']:g} ms, {entry['loss_percent']:g} % lost"
+        line += ", hosts set for it" * entry.get("keep_window", False)
     title = f"Local, {entry['model']} at {entry['rate']}{line}{where}"
     return one_table(entry, title, words, headings, speeds)
 

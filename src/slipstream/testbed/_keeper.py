@@ -128,6 +128,8 @@ def set_up(namespace: dict[str, Any], tools: dict[str, str]) -> None:
     # Linux's default congestion control instead of this machine's, for comparable measurements.
     with contextlib.suppress(OSError):  # an ordinary user may set only algorithms that root allows
         Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("cubic")
+    for name, value in namespace["settings"].items():
+        Path("/proc/sys/net/ipv4", name).write_text(value)
     for tool in ("ip", "tc"):
         run([tools[tool], "-batch", "-"], namespace[tool])
 

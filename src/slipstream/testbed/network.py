@@ -12,7 +12,7 @@ a long line a program (``_switch.py``) takes the place of the bridge.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slipstream.errors import TestbedError
 
@@ -40,7 +40,8 @@ class Node:
 class Namespace:
     """The lines of ``ip -batch`` and ``tc -batch`` that set up a network namespace.
 
-    ``plug`` are lines of ``ip`` to run after the switch is up.
+    ``plug`` are lines of ``ip`` to run after the switch is up, ``settings`` those of the kernel in
+    ``net.ipv4``.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Namespace:
     tc: list[str]
     plug: list[str]
     interface: str = INTERFACE
+    settings: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,13 @@ class Line:
     Attributes:
         round_trip: seconds there and back.
         loss: share of the packets that are lost, each way.
+        keeps_window: hosts go on at the speed that a connection has reached before it was idle, as
+            those on long lines are set (``net.ipv4.tcp_slow_start_after_idle=0``).
     """
 
     round_trip: float = 0.0
     loss: float = 0.0
+    keeps_window: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.round_trip <= 10:
@@ -109,7 +114,7 @@ def plan(nodes: tuple[Node, ...], rate: int, line: Line) -> NetworkPlan:
     those of another testbed or of the machine.
     """
     ports = [f"port{node.index}" for node in nodes]
-    hosts = [_host(node, port, rate) for node, port in zip(nodes, ports, strict=True)]
+    hosts = [_host(node, port, rate, line) for node, port in zip(nodes, ports, strict=True)]
     program: list[str] = []
     if line.is_long:
         ip = [f"link set {port} up" for port in ports]
@@ -124,7 +129,7 @@ def plan(nodes: tuple[Node, ...], rate: int, line: Line) -> NetworkPlan:
     return NetworkPlan(hosts, switch, "".join(lines), program)
 
 
-def _host(node: Node, port: str, rate: int) -> Namespace:
+def _host(node: Node, port: str, rate: int, line: Line) -> Namespace:
     ip = [
         "link set lo up",
         # The other end moves to the switch, which is in the namespace of process 1.
@@ -134,7 +139,8 @@ def _host(node: Node, port: str, rate: int) -> Namespace:
     # The port must be up before the host's end, so that the bridge learns of the carrier at once.
     # In the other order the kernel may delay that event by a second, and first packets are lost.
     plug = [f"link set {node.interface} up"]
-    return Namespace(node.name, ip, [shape(node.interface, rate)], plug)
+    settings = {"tcp_slow_start_after_idle": "0"} if line.keeps_window else {}
+    return Namespace(node.name, ip, [shape(node.interface, rate)], plug, settings=settings)
 
 
 def shape(interface: str, rate: int) -> str:
