@@ -20,7 +20,7 @@ from benchmarks.iteration import Iterate, Loss, on_loopback, on_testbed
 from benchmarks.turns import seconds_of, take_turns
 from examples import data, models
 from slipstream.strategy import TransportConfig
-from slipstream.testbed import Line, parse_rate
+from slipstream.testbed import Distance, parse_rate
 
 MODELS = ("resnet50", "vgg16", "bert", "swin-t", "gpt2", "resnet-small")
 TRANSPORTS: dict[str, object] = {
@@ -184,7 +184,7 @@ def seconds_or_wire(text: str) -> str:
 def as_ranks(
     measure: Callable[[argparse.Namespace], None],
     args: argparse.Namespace,
-    line: Line | None = None,
+    distance: Distance | None = None,
     *,
     ranks: int | None = None,
     keep_memory: bool = True,
@@ -194,7 +194,7 @@ def as_ranks(
     Args:
         measure: what a rank does.
         args: say how many nodes there are, and what links them.
-        line: of the emulated links.
+        distance: between the emulated hosts.
         ranks: of this host, whatever ``args`` say.
         keep_memory: as KEEP_MEMORY does.
     """
@@ -207,7 +207,7 @@ def as_ranks(
         return on_loopback(sys.argv[1:], ranks)
     if args.loopback:
         return on_loopback(sys.argv[1:], args.nodes)
-    return on_testbed(sys.argv[1:], args.nodes, args.rate, line)
+    return on_testbed(sys.argv[1:], args.nodes, args.rate, distance)
 
 
 def timed_iterations(

@@ -16,7 +16,7 @@ from torch import nn
 
 import slipstream
 from slipstream.session.session import Session
-from slipstream.testbed import Line, Testbed
+from slipstream.testbed import Distance, Testbed
 
 Iterate = Callable[[], None]
 Loss = Callable[[nn.Module], torch.Tensor]
@@ -68,9 +68,9 @@ def on_loopback(argv: Sequence[str], ranks: int) -> int:
     return subprocess.call([*torchrun, "-m", this_module(), *argv], env=environ)
 
 
-def on_testbed(argv: Sequence[str], nodes: int, rate: str, line: Line | None = None) -> int:
+def on_testbed(argv: Sequence[str], nodes: int, rate: str, distance: Distance | None = None) -> int:
     """Run this module on every node of a testbed."""
-    with Testbed(nodes=nodes, rate=rate, line=line) as bed:
+    with Testbed(nodes=nodes, rate=rate, distance=distance) as bed:
         return bed.run(
             [
                 [

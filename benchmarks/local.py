@@ -57,7 +57,7 @@ from slipstream.calibration.calibrate import SIZES, calibrate
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.planner.forecast import Forecast
 from slipstream.strategy import Int4Config, Int8Config, Strategy
-from slipstream.testbed import Line
+from slipstream.testbed import Distance
 from slipstream.trace import chrome
 
 WARM_UP = 1 / 8
@@ -539,8 +539,8 @@ def main() -> int:
     args = parser.parse_args()
     args.loopback = False
     if args.part == "speed":
-        line = Line(args.round_trip_ms / 1e3, args.loss_percent / 100, args.keep_window)
-        return as_ranks(speed, args, line)
+        distance = Distance(args.round_trip_ms / 1e3, args.loss_percent / 100, args.keep_window)
+        return as_ranks(speed, args, distance)
     if "RANK" in os.environ:
         losses(args)
         return 0

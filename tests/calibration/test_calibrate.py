@@ -193,7 +193,29 @@ def test_sizes_for_which_there_is_no_time_are_left_out(two) -> None:
     sizes = tuple(1024 * 2**k for k in range(8))
     for profile in two.run(slow, sizes, 0.3, (0.05, 0.05)):
         for curve in profile.networks["world"].curves.values():
-            assert [num_bytes for num_bytes, _ in curve.points] == list(sizes[:2])
+            assert [num_bytes for num_bytes, _ in curve.points] == [sizes[0], sizes[4]]
+
+
+def far(seconds: float) -> NetworkProfile:
+    """Measure a line of a tenth of a second, whose bytes show from some megabytes on."""
+    original = collective_timer.COLLECTIVES
+
+    def late(whole, part, lanes):
+        time.sleep(0.1 + whole.nbytes / 20e6)
+
+    collective_timer.COLLECTIVES = dict.fromkeys(original, late)
+    try:
+        sizes = tuple(1024 * 2**k for k in range(17))
+        return measure(sizes=sizes, seconds=seconds)[0]
+    finally:
+        collective_timer.COLLECTIVES = original
+
+
+def test_a_long_line_is_measured_as_far_as_its_bytes_show(two) -> None:
+    for profile in two.run(far, 1.5):
+        curve = profile.networks["world"].all_reduce
+        assert len(curve.points) <= 5
+        assert curve.seconds(64 * 2**20) == pytest.approx(0.1 + 64 * 2**20 / 20e6, rel=0.25)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream.errors import TestbedError
-from slipstream.testbed.network import MOST_NODES, SMALLEST_BURST, Line, make_nodes, plan, shape
+from slipstream.testbed.network import MOST_NODES, SMALLEST_BURST, Distance, make_nodes, plan, shape
 from slipstream.testbed.rate import format_rate, parse_rate
 
 
@@ -62,7 +62,7 @@ def test_a_formatted_rate_reads_in_the_larger_unit_as_soon_as_it_rounds_to_it() 
 @pytest.mark.parametrize("count", [1, 3, MOST_NODES])
 def test_a_plan_joins_every_node_to_the_switch_and_shapes_both_ends(count: int) -> None:
     nodes = make_nodes(count)
-    planned = plan(nodes, 10**9, Line())
+    planned = plan(nodes, 10**9, Distance())
 
     assert len({node.address for node in nodes}) == count
     assert [host.name for host in planned.hosts] == [node.name for node in nodes]

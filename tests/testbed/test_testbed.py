@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import TestbedError
-from slipstream.testbed import Line, Testbed, parse_rate, testbed, unavailable
+from slipstream.testbed import Distance, Testbed, parse_rate, testbed, unavailable
 from slipstream.testbed.link_check import TOLERANCE
 from slipstream.testbed.machine import find_machine
 from slipstream.testbed.network import Namespace, NetworkPlan
@@ -80,8 +80,8 @@ peer.sendall(found.hexdigest().encode())
 
 @needs_hosts
 def test_a_long_line_is_late_and_loses_packets(tmp_path: Path) -> None:
-    line = Line(round_trip=0.06, loss=0.02)
-    with Testbed(nodes=3, rate="200mbit", line=line) as bed:
+    distance = Distance(round_trip=0.06, loss=0.02)
+    with Testbed(nodes=3, rate="200mbit", distance=distance) as bed:
         checks = bed.check()
         assert all(0.06 <= link.round_trip < 0.3 for link in checks)
         assert all(0 < max(link.there, link.back) < 1e8 for link in checks)
@@ -97,7 +97,7 @@ def test_a_long_line_is_late_and_loses_packets(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [{"round_trip": 11.0}, {"loss": 1.0}, {"round_trip": -1.0}])
 def test_a_line_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(TestbedError, match="allowed: 0 to"):
-        Line(**wrong)
+        Distance(**wrong)
 
 
 @needs_hosts

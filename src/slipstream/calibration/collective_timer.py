@@ -81,6 +81,9 @@ SHORT = 0.1
 """Seconds of an exchange up to which its first run is left out: warming up would distort it."""
 LONG = 1.0
 """Seconds of an exchange that is measured only once."""
+FAR, STRIDE = 1.5, 16
+"""On a long line small exchanges all take its latency: of those only each size is measured that is
+so many times the last, until one takes ``FAR`` times as long as the smallest."""
 
 
 @dataclass
@@ -155,8 +158,9 @@ class CollectiveTimer:
     ) -> tuple[Curve, float]:
         """The curve of one collective, and the seconds that are left.
 
-        First each size once, up to the first for which the time does not suffice; then all sizes in
-        rounds, so that a disturbance of the machine affects them alike.
+        First each size once, up to the first for which the time does not suffice, but at least to
+        one that takes longer for its bytes; then all sizes in rounds, so that a disturbance of the
+        machine affects them alike.
 
         Args:
             name: the collective.
@@ -172,15 +176,25 @@ class CollectiveTimer:
     ) -> tuple[Curve, float]:
         timings: list[Timing] = []
         left = seconds
-        for count in sorted({-(-size // ELEMENT // lanes.ranks) for size in self._sizes}):
+        counts = sorted({-(-size // ELEMENT // lanes.ranks) for size in self._sizes})
+        for count in counts:
             elements = count * lanes.ranks
             call = partial(COLLECTIVES[name], self._whole[:elements], self._part[:count], lanes)
-            if len(timings) >= 2 and timings[-1].first * elements / timings[-1].elements > left:
-                break
+            # where each small one takes its latency, and there is no time for all of them
+            far = timings and timings[0].first * len(counts) > seconds / 2
+            near = timings and elements < STRIDE * timings[-1].elements
+            needed = len(timings) < 2 and count == counts[-1]
+            if far and near and not needed and not _shows_bytes(timings):
+                continue
+            if len(timings) >= 2:
+                expected = _expected(timings, elements)
+                if expected > (left if _shows_bytes(timings) else seconds):
+                    break
             if not timings:
-                self._timed(call, WARM_UP)
+                (first,) = self._slowest([self._timed(call, 1)])
+                self._timed(call, WARM_UP if first < SHORT else 1)  # on all ranks
             (first,) = self._slowest([self._timed(call, 1)])
-            if first < BLOCK:
+            if first < BLOCK or not timings:  # the first says whether this is a long line
                 first = min(first, *self._slowest([self._timed(call, 1) for _ in range(3)]))
             timings.append(Timing(call, elements, first))
             left -= first
@@ -211,3 +225,15 @@ class CollectiveTimer:
         """The maximum over ranks of each value."""
         times = torch.tensor(seconds, dtype=torch.float64, device=self._device)
         return [float(time) for time in maximum(times, self.world).tolist()]
+
+
+def _shows_bytes(timings: Sequence[Timing]) -> bool:
+    """Whether the last exchange took longer than the first for its bytes."""
+    return timings[-1].first >= FAR * timings[0].first
+
+
+def _expected(timings: Sequence[Timing], elements: int) -> float:
+    """Seconds of a larger exchange, by the line through the last two."""
+    before, last = timings[-2:]
+    slope = (last.first - before.first) / (last.elements - before.elements)
+    return last.first + max(slope, 0.0) * (elements - last.elements)

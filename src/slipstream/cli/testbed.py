@@ -25,7 +25,7 @@ from slipstream.cli.options import (
 from slipstream.cli.ranks import log_folder, run_on_hosts
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.strategy import Strategy
-from slipstream.testbed import Line, Testbed, format_rate
+from slipstream.testbed import Distance, Testbed, format_rate
 from slipstream.testbed.link_check import TOLERANCE
 
 app = typer.Typer(no_args_is_help=True)
@@ -57,7 +57,7 @@ def run(
     [dim]slipstream testbed run --nodes 4 --rate 1gbit -- train.py --steps 20[/dim]
     [dim]slipstream testbed run --nodes 2 --ranks-per-node 2 --rate 300mbit train.py[/dim]
     """
-    bed = Testbed(nodes, rate, Line(round_trip_ms / 1e3, loss_percent / 100))
+    bed = Testbed(nodes, rate, Distance(round_trip_ms / 1e3, loss_percent / 100))
     LaunchSpec(script=script, nproc=ranks_per_node, log_dir=Path())  # checks the arguments
     if strategy is not None:
         Strategy.load(strategy)
@@ -80,15 +80,16 @@ def check(
     [dim]slipstream testbed check --nodes 4 --rate 300mbit[/dim]
     [dim]slipstream testbed check --rate 1gbit --round-trip-ms 50 --loss-percent 0.1[/dim]
     """
-    with Testbed(nodes, rate, Line(round_trip_ms / 1e3, loss_percent / 100)) as bed:
+    with Testbed(nodes, rate, Distance(round_trip_ms / 1e3, loss_percent / 100)) as bed:
         _check(bed)
 
 
 def _check(bed: Testbed) -> None:
     """Measure the links, draw them, and warn of those that miss the rate."""
     title = f"testbed: links of {format_rate(bed.rate)}"
-    if bed.line.is_long:
-        title += f", round trip {bed.line.round_trip * 1e3:g} ms, {bed.line.loss:.3g} lost each way"
+    if bed.distance.is_long:
+        trip, loss = bed.distance.round_trip * 1e3, bed.distance.loss
+        title += f", round trip {trip:g} ms, {loss:.3g} lost each way"
     headings = ("host", "from node0", "to node0", "round trip", "address")
     table = compact(title, *headings, left=["host", "address"])
     table.add_row(bed.nodes[0].name, "", "", "", bed.nodes[0].address)
@@ -98,7 +99,7 @@ def _check(bed: Testbed) -> None:
         trip = format_seconds(link.round_trip)
         table.add_row(link.node.name, there, back, trip, link.node.address)
     console.print(table)
-    if bed.line.is_long:  # what one connection reaches there is its own affair
+    if bed.distance.is_long:  # what one connection reaches there is its own affair
         return
     for link in checks:
         if (off := link.off(bed.rate)) > TOLERANCE:

@@ -9,6 +9,6 @@ The machine's own network stays as it is. Needs no torch and, on most machines, 
 
 from slipstream.testbed.link_check import LinkCheck as LinkCheck
 from slipstream.testbed.machine import unavailable as unavailable
-from slipstream.testbed.network import Line as Line, Node as Node
+from slipstream.testbed.network import Distance as Distance, Node as Node
 from slipstream.testbed.rate import format_rate as format_rate, parse_rate as parse_rate
 from slipstream.testbed.testbed import Testbed as Testbed, stop_processes as stop_processes

@@ -53,8 +53,8 @@ class Namespace:
 
 
 @dataclass(frozen=True)
-class Line:
-    """What a packet meets on its way from host to host, beside the rate.
+class Distance:
+    """The way of packets from host to host, beside its rate.
 
     Attributes:
         round_trip: seconds there and back.
@@ -107,18 +107,18 @@ def make_nodes(count: int) -> tuple[Node, ...]:
     return tuple(Node(i, f"node{i}", f"198.18.0.{i + 1}") for i in range(count))
 
 
-def plan(nodes: tuple[Node, ...], rate: int, line: Line) -> NetworkPlan:
+def plan(nodes: tuple[Node, ...], rate: int, distance: Distance) -> NetworkPlan:
     """Namespaces for ``nodes`` on one switch, every link at ``rate`` bits per second both ways.
 
     The switch of a testbed is in a namespace, too, so that names and addresses cannot clash with
     those of another testbed or of the machine.
     """
     ports = [f"port{node.index}" for node in nodes]
-    hosts = [_host(node, port, rate, line) for node, port in zip(nodes, ports, strict=True)]
+    hosts = [_host(node, port, rate, distance) for node, port in zip(nodes, ports, strict=True)]
     program: list[str] = []
-    if line.is_long:
+    if distance.is_long:
         ip = [f"link set {port} up" for port in ports]
-        program = [str(line.round_trip / 2), str(line.loss), *ports]
+        program = [str(distance.round_trip / 2), str(distance.loss), *ports]
     else:
         ip = ["link add bridge type bridge", "link set bridge up"]
         ip += [f"link set {port} master bridge up" for port in ports]
@@ -129,7 +129,7 @@ def plan(nodes: tuple[Node, ...], rate: int, line: Line) -> NetworkPlan:
     return NetworkPlan(hosts, switch, "".join(lines), program)
 
 
-def _host(node: Node, port: str, rate: int, line: Line) -> Namespace:
+def _host(node: Node, port: str, rate: int, distance: Distance) -> Namespace:
     ip = [
         "link set lo up",
         # The other end moves to the switch, which is in the namespace of process 1.
@@ -139,7 +139,7 @@ def _host(node: Node, port: str, rate: int, line: Line) -> Namespace:
     # The port must be up before the host's end, so that the bridge learns of the carrier at once.
     # In the other order the kernel may delay that event by a second, and first packets are lost.
     plug = [f"link set {node.interface} up"]
-    settings = {"tcp_slow_start_after_idle": "0"} if line.keeps_window else {}
+    settings = {"tcp_slow_start_after_idle": "0"} if distance.keeps_window else {}
     return Namespace(node.name, ip, [shape(node.interface, rate)], plug, settings=settings)
 
 

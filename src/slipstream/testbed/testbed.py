@@ -23,7 +23,7 @@ from typing import IO, Any, Self
 from slipstream.errors import TestbedError
 from slipstream.testbed.link_check import LinkCheck, check_links
 from slipstream.testbed.machine import find_machine
-from slipstream.testbed.network import Line, Node, make_nodes, plan
+from slipstream.testbed.network import Distance, Node, make_nodes, plan
 from slipstream.testbed.rate import parse_rate
 
 # Isolated and without site-packages: starts in 20 ms.
@@ -51,17 +51,19 @@ class Testbed:
 
     __test__ = False  # pytest: not a test class, whatever its name
 
-    def __init__(self, nodes: int = 4, rate: str = "1gbit", line: Line | None = None) -> None:
+    def __init__(
+        self, nodes: int = 4, rate: str = "1gbit", distance: Distance | None = None
+    ) -> None:
         self.nodes: tuple[Node, ...] = make_nodes(nodes)
         self.rate: int = parse_rate(rate)  # bits per second
-        self.line: Line = line or Line()
+        self.distance: Distance = distance or Distance()
         self._keeper: subprocess.Popen[str] | None = None
         self._pids: list[int] = []
         self._started: list[subprocess.Popen[Any]] = []
 
     def __enter__(self) -> Self:
         machine = find_machine()
-        order = {"plan": asdict(plan(self.nodes, self.rate, self.line)), "tools": machine.tools}
+        order = {"plan": asdict(plan(self.nodes, self.rate, self.distance)), "tools": machine.tools}
         owner = os.pidfd_open(os.getpid())
         try:
             self._keeper = subprocess.Popen(

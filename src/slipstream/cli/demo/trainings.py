@@ -65,7 +65,7 @@ class DemoTraining:
         self.seconds.append(spent.item())
 
     def accuracy(self, held_out: DemoBatch) -> float:
-        """Of the model on other data."""
+        """Measure the model on other data."""
         return accuracy(self.model, held_out)
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class Local(Slipstream):
         return 1
 
     def accuracy(self, held_out: DemoBatch) -> float:
-        """Of what all ranks have together."""
+        """Measure what all ranks have together."""
         with self.session.evaluating():
             return super().accuracy(held_out)
 
