@@ -96,7 +96,7 @@ def one_table(
         rows: of the table.
         between: paragraphs before the table.
     """
-    parts = [measured_with(entry, words), *between, Table(columns, rows)]
+    parts: list[str | Table] = [measured_with(entry, words), *between, Table(columns, rows)]
     return Result(f"{title}, {entry['date']}", parts)
 
 

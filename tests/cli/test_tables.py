@@ -117,7 +117,7 @@ TABLES: dict[str, tuple[Callable[[], RenderableType], str]] = {
     ),
     "tune": (tune, "measured spread predicted strategy why"),
     "scale": (scaling, "ranks speed-up efficiency samples/s iteration ms compute exposed"),
-    "demo": (lambda: demo.table(MEASURED), "DDP exact PowerSGD, lossy"),
+    "demo": (lambda: demo.table(MEASURED), "DDP exact PowerSGD, lossy local, lossy"),
     "demo, codecs": (
         lambda: demo.predictions(MEASURED),
         "codec bytes sent exchanges predicted tried in turn error",

@@ -1,4 +1,7 @@
-"""python -m tests.conformance [--write] [--rows sharded,flat] [--columns EMA]"""
+"""python -m tests.conformance [--write] [--rows sharded,flat] [--columns EMA]
+
+With ``--write`` and ``--rows`` the other rows of the page stay as they were.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 
 from tests.conformance.cell import Verdict
 from tests.conformance.habit import all_habits
-from tests.conformance.page import PAGE, render
+from tests.conformance.page import PAGE, read, render
 from tests.conformance.rows import Outcomes, every, run_matrix
 from tests.conformance.techniques import TECHNIQUES
 
@@ -52,7 +55,9 @@ def main() -> None:
     counts = Counter(verdict.outcome for _, _, verdict in every(outcomes))
     print("\n".join(lines))
     if given.write:
-        PAGE.write_text(render(outcomes, habits))
+        whole = read(habits) | outcomes  # rows that were not run stay as they were
+        whole = {t.name: whole[t.name] for t in TECHNIQUES if t.name in whole}
+        PAGE.write_text(render(whole, habits))
     print(f"{dict(counts)} in {time.monotonic() - start:.0f} s")
 
 

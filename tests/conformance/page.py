@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import ascii_lowercase
 
@@ -60,6 +60,28 @@ def render(outcomes: Outcomes, habits: Sequence[Habit]) -> str:
     parts.append("## Errors\n\n" + errors.listed())
     parts.append("## Not applicable\n\n" + reasons.listed())
     return "\n".join(part.rstrip() + "\n" for part in parts)
+
+
+def read(habits: Sequence[Habit]) -> Outcomes:
+    """The rows of the page as it is, the inverse of `render`; of these habits."""
+    texts = dict(re.findall(r"^- `(\w+)` (.*)$", PAGE.read_text(), re.M))
+    shown = {t.name if t.bound is None else f"{t.name} {t.bound:.0%}": t.name for t in TECHNIQUES}
+    found: dict[str, dict[str, Verdict]] = {}
+    for part in PAGE.read_text().split("\n## ")[1:]:
+        numbered = re.findall(r"^\d+\. (.*)$", part, re.M)
+        for line in re.findall(r"^\| (.*) \|$", part, re.M):
+            name, *marks = map(str.strip, line.split(" | "))
+            if name in shown and len(marks) == len(numbered):
+                row = found.setdefault(shown[name], {})
+                row |= {h: _verdict(m, texts) for h, m in zip(numbered, marks, strict=True)}
+    names = {habit.name for habit in habits}
+    return {name: row for name, row in found.items() if names <= row.keys()}
+
+
+def _verdict(mark: str, texts: Mapping[str, str]) -> Verdict:
+    text = texts.get(mark, "").replace("\\|", "|").replace("\\<", "<")
+    kinds = {"=": "equal", "**X**": "wrong"}
+    return Verdict(kinds.get(mark, "refused" if mark[0] == "R" else "not applicable"), text)
 
 
 class _Notes:

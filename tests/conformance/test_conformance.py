@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from tests.conformance.cell import Verdict
 from tests.conformance.habit import all_habits
 from tests.conformance.models import Mlp
-from tests.conformance.page import COMMAND, PAGE
+from tests.conformance.page import COMMAND, PAGE, read, render
 from tests.conformance.required import missing, required
 from tests.conformance.rows import Outcomes, joined, run_matrix, run_row
 from tests.conformance.sides import UnderDdp
@@ -44,7 +44,9 @@ def test_every_setting_kernel_and_hook_has_a_row() -> None:
 def test_what_has_no_row_is_named() -> None:
     """As a new technique would be."""
     without = tuple(
-        t for t in TECHNIQUES if not t.name.startswith(("hierarchical", "kernel sim_ota"))
+        t
+        for t in TECHNIQUES
+        if not t.name.startswith(("hierarchical", "local island", "kernel sim_ota"))
     )
     assert missing(without) == ["gradients.transport=hierarchical", "kernels.sim_ota"]
     assert len(required()) > 50
@@ -67,6 +69,11 @@ def test_the_page_has_every_technique() -> None:
     page = PAGE.read_text()
     assert [name for name in NAMES if name not in page] == [], f"run {COMMAND}"
     assert [habit.name for habit in all_habits() if habit.name not in page] == []
+
+
+def test_rows_of_the_page_are_read_as_they_were_written() -> None:
+    habits = all_habits()
+    assert render(read(habits), habits) == PAGE.read_text()
 
 
 EQUAL = Verdict("equal", digest="a")

@@ -88,8 +88,8 @@ def _check(bed: Testbed) -> None:
     """Measure the links, draw them, and warn of those that miss the rate."""
     title = f"testbed: links of {format_rate(bed.rate)}"
     if bed.distance.is_long:
-        trip, loss = bed.distance.round_trip * 1e3, bed.distance.loss
-        title += f", round trip {trip:g} ms, {loss:.3g} lost each way"
+        far, lost = bed.distance.round_trip * 1e3, bed.distance.loss
+        title += f", round trip {far:g} ms, {lost:.3g} lost each way"
     headings = ("host", "from node0", "to node0", "round trip", "address")
     table = compact(title, *headings, left=["host", "address"])
     table.add_row(bed.nodes[0].name, "", "", "", bed.nodes[0].address)
