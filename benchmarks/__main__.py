@@ -105,7 +105,7 @@ def commands() -> Iterator[tuple[str, str]]:
         for codec in ("", ", int8", ", int4", ", topk, momentum 0.0")
         for steps in (8, 16, 32, 64, 128)
     )
-    yield "local-sensitivity", f"local loss --seeds 1 --steps 800 --variants {coded}"
+    yield "local-sensitivity", f"local loss --seeds 1 --steps 400 --variants {coded}"
     for steps in (400, 1600):
         on_the_way = "'data parallel' '16 steps, 4 fragments, delay 4, int8'"
         coded = f"--task masked --steps {steps} --variants {on_the_way}"
@@ -119,8 +119,14 @@ def commands() -> Iterator[tuple[str, str]]:
         "'16 steps, 4 fragments, delay 2, int4'"
     )
     yield "local-causal-auto", f"local loss --steps 800 --variants {of_auto}"
-    chosen_at_100 = "'data parallel' '16 steps, 4 fragments, delay 4, int8'"
-    yield "local-causal-100mbit", f"local loss --steps 800 --variants {chosen_at_100}"
+    at_100 = "16 steps, 4 fragments, delay 4, int8"
+    coded = f"local loss --steps 800 --variants 'data parallel' '{at_100}"
+    yield "local-causal-100mbit", f"{coded}'"
+    averaged = f"{at_100}, inner_state averaged"
+    yield "local-causal-inner", f"{coded}, inner_state averaged' '{averaged}, average_every 4'"
+    rivals = "'torchft DiLoCo, 16 steps' 'torchft DiLoCo, 16 steps, delay 4'"
+    coded = f"local loss --steps 800 --seeds 1 --variants 'data parallel' {rivals}"
+    yield "local-causal-torchft", coded
     yield "convergence-digits", "convergence --task digits"
     yield "convergence-text", "convergence --task text --ranks 2 --steps 1600"
     for task in ("digits", "text", "speed"):
