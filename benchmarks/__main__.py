@@ -96,7 +96,8 @@ def commands() -> Iterator[tuple[str, str]]:
         yield f"local-bert-{rate}", f"local speed --rate {rate} --rounds 2"
     far = "--rate 1gbit --round-trip-ms 50 --loss-percent 0.1 --rounds 2 --variants"
     coded = "'local, 16 steps, 4 fragments, delay 4, int8' 'local: auto'"
-    far = f"{far} 'DDP, 4 MB' 'torchft DiLoCo, 16 steps' {coded}"
+    rivals = "'torchft DiLoCo, 16 steps' 'torchft DiLoCo, 16 steps, delay 4'"
+    far = f"{far} 'DDP, 4 MB' {rivals} {coded}"
     yield "local-bert-far", f"local speed {far}"
     yield "local-bert-far-set", f"local speed --keep-window {far}"
     yield "local-causal", "local loss --task causal"
@@ -124,7 +125,6 @@ def commands() -> Iterator[tuple[str, str]]:
     yield "local-causal-100mbit", f"{coded}'"
     averaged = f"{at_100}, inner_state averaged"
     yield "local-causal-inner", f"{coded}, inner_state averaged' '{averaged}, average_every 4'"
-    rivals = "'torchft DiLoCo, 16 steps' 'torchft DiLoCo, 16 steps, delay 4'"
     coded = f"local loss --steps 800 --seeds 1 --variants 'data parallel' {rivals}"
     yield "local-causal-torchft", coded
     yield "convergence-digits", "convergence --task digits"

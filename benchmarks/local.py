@@ -214,7 +214,7 @@ class Training:
         self._outer: torch.optim.Optimizer | None = None
         self._averaged: Any = None
         self._torchft: DiLoCo | None = None
-        self._delay, self._meets_by_torchft = TORCHFT.get(name, 0), name in TORCHFT
+        self._torchft_delay = TORCHFT.get(name)
         if name not in OTHERS:
             local = {"warm_up": self.warm_up, **settings_of(name)}
             self._session = slipstream.accelerate(
@@ -242,8 +242,8 @@ class Training:
                 self.task.loss(self._ddp, batch).backward()
             self._averaged.step()
             self._averaged.zero_grad()
-            if self._meets_by_torchft and self._updates == self.warm_up:
-                self._torchft = DiLoCo(self.model, self.optimizer, 16, self._delay)
+            if self._torchft_delay is not None and self._updates == self.warm_up:
+                self._torchft = DiLoCo(self.model, self.optimizer, 16, self._torchft_delay)
             return
         self._session.backward(self.task.loss(self.model, batch))
         self._session.step()

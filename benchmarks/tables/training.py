@@ -71,7 +71,7 @@ def local(entry: Entry) -> Result:
         _, _, path = entry["command"].partition("--json ")
         picture = f"![scores on the way]({Path(path).stem}.png)"
         seeds = f", {entry['seeds']} seeds" if entry["seeds"] > 1 else ""
-        of_file = Path(path).stem.removeprefix(f"local-{entry['task']}").strip("-")
+        of_file = Path(path).stem.removeprefix("local-").removeprefix(entry["task"]).strip("-")
         named = f" ({of_file})" if of_file not in ("", str(entry["steps"])) else ""
         title = f"Local, {entry['task']}{named}, {entry['steps']} updates{seeds}"
         return one_table(entry, title, words, columns, scores, between=[picture])

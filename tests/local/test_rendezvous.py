@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -23,8 +24,8 @@ from rich.console import Console
 import slipstream
 from slipstream.cli.islands import run_islands
 from slipstream.cli.store import open_store
-from slipstream.errors import ClusterError, LaunchError, StrategyError, UsageError
-from slipstream.local import rendezvous
+from slipstream.errors import ClusterError, LaunchError, ModelError, StrategyError, UsageError
+from slipstream.local import open_carrier, rendezvous
 from slipstream.local.model import LocalModel
 from slipstream.local.open_training import OpenTraining
 from slipstream.local.rendezvous import Rendezvous, View
@@ -318,3 +319,21 @@ def test_a_change_that_others_went_on_without_is_taken_back() -> None:
         assert meeting.flight is None
         assert whole.training._weights == [4]
         assert torch.equal(flat(model.parameters()), own)
+
+
+class Taken:
+    """A resident that is new."""
+
+    def save(self) -> dict[str, Any]:
+        raise AssertionError("it has nothing to save")
+
+
+def test_a_state_that_is_more_than_data_ends_the_job_that_asked_for_it() -> None:
+    welcome = open_carrier._Welcome(Taken(), View(0, (0, 1), (0, 1), (1,), 0), own=1)
+    file = io.BytesIO()
+    torch.save({"optimizer": {"state": {0: Path("an object")}}}, file)
+    welcome._content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    with pytest.raises(ModelError, match=r"keep the rest outside of optimizer\.state") as caught:
+        welcome._received()
+    # others repeat an exchange after a RuntimeError, and would do so with this one for ever
+    assert not isinstance(caught.value, RuntimeError)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from rich.text import Text
 
 from slipstream.analysis.time_unit import format_seconds
-from slipstream.trace.event import BACKWARD, DATA_WAIT, FORWARD, OPTIMIZER, Event, exchange_order
+from slipstream.trace.event import (
+    BACKWARD,
+    DATA_WAIT,
+    FORWARD,
+    OPTIMIZER,
+    Event,
+    exchange_order,
+    is_meeting,
+)
 from slipstream.trace.intervals import lanes
 from slipstream.trace.timeline import Iteration
 
@@ -58,12 +66,17 @@ def _row(label: str, events: list[Event], iteration: Iteration, width: int) -> T
     for event in events:
         first = min(max(int((event.start - iteration.start) * scale + 0.5), 0), columns - 1)
         last = min(int((event.end - iteration.start) * scale + 0.5), columns)
-        order = exchange_order(event.name)  # of buffers: 0
-        letter = (
-            _LETTERS.get(event.name, "m") if order is None else str(order % 10) if order else "v"
-        )
-        cells[first : max(last, first + 1)] = letter * max(last - first, 1)
+        cells[first : max(last, first + 1)] = _letter(event.name) * max(last - first, 1)
     text = Text(f"{label:<{_LABEL - 1}}|")
     for cell in cells:
         text.append(cell, style=_STYLES.get(cell, "yellow"))
     return text.append("|\n")
+
+
+def _letter(name: str) -> str:
+    if is_meeting(name):
+        return "m"
+    order = exchange_order(name)
+    if order is None:
+        return _LETTERS[name]
+    return str(order % 10) if order else "v"

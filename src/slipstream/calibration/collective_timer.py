@@ -82,8 +82,8 @@ SHORT = 0.1
 LONG = 1.0
 """Seconds of an exchange that is measured only once."""
 FAR, STRIDE = 1.5, 16
-"""On a long line small exchanges all take its latency: of those only each size is measured that is
-so many times the last, until one takes ``FAR`` times as long as the smallest."""
+"""On a long line small exchanges all take its latency. Where there is no time for all of them, each
+size is ``STRIDE`` times the last, until one takes ``FAR`` times as long as the smallest."""
 
 
 @dataclass
@@ -180,11 +180,9 @@ class CollectiveTimer:
         for count in counts:
             elements = count * lanes.ranks
             call = partial(COLLECTIVES[name], self._whole[:elements], self._part[:count], lanes)
-            # where each small one takes its latency, and there is no time for all of them
-            far = timings and timings[0].first * len(counts) > seconds / 2
-            near = timings and elements < STRIDE * timings[-1].elements
             needed = len(timings) < 2 and count == counts[-1]
-            if far and near and not needed and not _shows_bytes(timings):
+            in_time = not timings or timings[0].first * len(counts) <= seconds / 2
+            if not in_time and not needed and _says_nothing_new(timings, elements):
                 continue
             if len(timings) >= 2:
                 expected = _expected(timings, elements)
@@ -230,6 +228,11 @@ class CollectiveTimer:
 def _shows_bytes(timings: Sequence[Timing]) -> bool:
     """Whether the last exchange took longer than the first for its bytes."""
     return timings[-1].first >= FAR * timings[0].first
+
+
+def _says_nothing_new(timings: Sequence[Timing], elements: int) -> bool:
+    """Whether an exchange of so many would take the latency of the line, as the smaller ones."""
+    return not _shows_bytes(timings) and elements < STRIDE * timings[-1].elements
 
 
 def _expected(timings: Sequence[Timing], elements: int) -> float:

@@ -14,7 +14,7 @@ import torch
 
 from slipstream.codecs import Ranks
 from slipstream.codecs.compressor import is_finite
-from slipstream.errors import ExchangeError
+from slipstream.errors import ExchangeError, ModelError
 from slipstream.local.carrier import Exchange
 from slipstream.local.rendezvous import Rendezvous, View
 from slipstream.pytree import tensors
@@ -275,9 +275,11 @@ class _Welcome:
         try:
             state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
         except UnpicklingError as error:
-            raise ExchangeError(
-                "the state of another job holds more than tensors and plain values, which are "
-                f"all that is taken from elsewhere: {str(error).splitlines()[0]}"
+            # no ExchangeError, after which all would try again: this island ends, others go on
+            raise ModelError(
+                "the optimizer state of the run holds more than tensors and plain values, and only "
+                "these are taken from another job; keep the rest outside of optimizer.state: "
+                f"{str(error).splitlines()[0]}"
             ) from error
         return state
 

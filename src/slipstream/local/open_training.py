@@ -41,12 +41,13 @@ class OpenTraining(LocalTraining):
             save, restore: methods of a session, which may end before this.
         """
         self._save, self._restore = WeakMethod(save), WeakMethod(restore)
-        assert isinstance(self._carrier, OpenCarrier)
-        self._carrier.resident = self
+        carrier = self._exchanges.carrier
+        assert isinstance(carrier, OpenCarrier)
+        carrier.resident = self
         shapes = [(t.name, tuple(t.parameter.shape)) for t in self._trained]
         own = self._config.model_copy(update={"rendezvous": None}).document(full=True)
-        self._carrier.same("strategy local or model", repr((own, shapes)))
-        self._carrier.join()
+        carrier.same("strategy local or model", repr((own, shapes)))
+        carrier.join()
         with torch.no_grad():
             self._take_turn()
 

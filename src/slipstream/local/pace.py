@@ -51,7 +51,9 @@ class Pace:
     def _tell(self, *, closing: bool) -> None:
         """Tell all ranks that this one is ready to meet, or closes; they hear when all have."""
         self._closing = torch.tensor([float(closing), 1.0], device=self._device)
-        self._exchanges.sum(Label("ready", lambda: "the wait for slower ranks"), self._closing)
+        self._exchanges.sum(
+            Label("meeting_ready", lambda: "the wait for slower ranks"), self._closing
+        )
 
     def hear(self) -> None:
         """Wait until all ranks are ready."""

@@ -69,7 +69,7 @@ class LocalTraining:
     ) -> None:
         self._model, self._optimizer = model, optimizer
         self._trained, self.ranks, self._engine = tuple(trained), ranks, engine
-        self._carrier, self._precision = carrier, precision
+        self._precision = precision
         device = self._trained[0].parameter.device
         self._exchanges = IslandExchanges(
             carrier, engine.island, device, self._landed, recorder, at
@@ -184,8 +184,12 @@ class LocalTraining:
             self._clock += 1
             self._merge(lambda flight: flight.due <= self._clock)
             settled = all(meeting.flight is None for meeting in self._meetings)
-            if settled and self._carrier is not None and self._carrier.newcomers:
-                self._carrier.admit()
+            if (
+                settled
+                and self._exchanges.carrier is not None
+                and self._exchanges.carrier.newcomers
+            ):
+                self._exchanges.carrier.admit()
         self._take_turn()
 
     def _take_turn(self) -> None:
@@ -438,7 +442,7 @@ class LocalTraining:
             self.island.average(buffers)
             both = torch.cat([mine, buffers])
             finite = is_finite(both)
-            if self._carrier is not None or self.ranks.count > 1:
+            if self._exchanges.carrier is not None or self.ranks.count > 1:
                 try:
                     finite = self._average(number, both, counts=finite)
                 except JoinedAgain:
@@ -450,16 +454,16 @@ class LocalTraining:
 
     def _closes_with_others(self) -> bool:
         """Tell the others that this rank ends; whether they do, too."""
-        if self._carrier is None:
+        if self._exchanges.carrier is None:
             return True
         if not self._config.stretch:
-            return self._carrier.close()
+            return self._exchanges.carrier.close()
         if self._pace.waited is not None:
             self._pace.hear()
             self._meet()
             self._merge(lambda flight: True)
         self._pace.close()
-        return self._pace.last_round and self._carrier.close()
+        return self._pace.last_round and self._exchanges.carrier.close()
 
     def abandon(self) -> None:
         """After an error the other ranks may not be there to meet."""

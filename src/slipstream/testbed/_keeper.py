@@ -47,7 +47,7 @@ def main() -> None:
 
 def build(plan: dict[str, Any], tools: dict[str, str]) -> list[int]:
     """Start one process for each host and join them by the switch; returns those processes."""
-    hosts = [start_host(host, tools, bool(plan["program"])) for host in plan["hosts"]]
+    hosts = [start_host(host, tools) for host in plan["hosts"]]
     pids = [answer(host) for host in hosts]
     set_up(plan["switch"], tools)
     if plan["program"]:
@@ -86,29 +86,22 @@ def start_switch(arguments: Sequence[str]) -> None:
         raise RuntimeError(f"the switch: {' '.join(words[-2:])}")
 
 
-def start_host(host: dict[str, Any], tools: dict[str, str], plain_frames: bool) -> TextIO:
-    """Fork a process that sets up its namespaces and stays; returns the connection to it.
-
-    ``plain_frames``: as they are on a cable, not larger ones that the kernel would cut.
-    """
+def start_host(host: dict[str, Any], tools: dict[str, str]) -> TextIO:
+    """Fork a process that sets up its namespaces and stays; returns the connection to it."""
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
         ours.close()
-        be_host(host, tools, theirs.makefile("rw"), plain_frames)
+        be_host(host, tools, theirs.makefile("rw"))
     theirs.close()
     return ours.makefile("rw")
 
 
-def be_host(
-    host: dict[str, Any], tools: dict[str, str], line: TextIO, plain_frames: bool
-) -> NoReturn:
+def be_host(host: dict[str, Any], tools: dict[str, str], line: TextIO) -> NoReturn:
     """Set up the namespaces in two steps, each answered with this process's number; hold them."""
     try:
         unshare(CLONE_NEWNET | CLONE_NEWUTS)
         socket.sethostname(host["name"])
         set_up(host, tools)
-        if plain_frames:
-            make_frames_plain(host["interface"])
         print(os.readlink("/proc/self"), file=line, flush=True)
         line.readline()
         run([tools["ip"], "-batch", "-"], host["plug"])
@@ -132,6 +125,8 @@ def set_up(namespace: dict[str, Any], tools: dict[str, str]) -> None:
         Path("/proc/sys/net/ipv4", name).write_text(value)
     for tool in ("ip", "tc"):
         run([tools[tool], "-batch", "-"], namespace[tool])
+    for interface in namespace["plain"]:
+        make_frames_plain(interface)
 
 
 def make_frames_plain(interface: str) -> None:

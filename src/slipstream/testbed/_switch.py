@@ -60,7 +60,8 @@ def open_port(name: str) -> socket.socket:
     """Open the frames that come into an interface."""
     port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ALL_PROTOCOLS))
     port.setsockopt(SOL_PACKET, IGNORE_OUTGOING, 1)
-    port.setsockopt(socket.SOL_SOCKET, FORCE_RECEIVE_BUFFER, RECEIVE_BYTES)
+    with suppress(PermissionError):  # an ordinary user has as much as the machine allows
+        port.setsockopt(socket.SOL_SOCKET, FORCE_RECEIVE_BUFFER, RECEIVE_BYTES)
     port.bind((name, ALL_PROTOCOLS))
     port.setblocking(False)
     return port

@@ -41,14 +41,15 @@ class Namespace:
     """The lines of ``ip -batch`` and ``tc -batch`` that set up a network namespace.
 
     ``plug`` are lines of ``ip`` to run after the switch is up, ``settings`` those of the kernel in
-    ``net.ipv4``.
+    ``net.ipv4``. ``plain`` are interfaces that send frames as they are on a cable, and not larger
+    ones for the kernel to cut.
     """
 
     name: str
     ip: list[str]
     tc: list[str]
     plug: list[str]
-    interface: str = INTERFACE
+    plain: list[str] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
 
 
@@ -140,7 +141,8 @@ def _host(node: Node, port: str, rate: int, distance: Distance) -> Namespace:
     # In the other order the kernel may delay that event by a second, and first packets are lost.
     plug = [f"link set {node.interface} up"]
     settings = {"tcp_slow_start_after_idle": "0"} if distance.keeps_window else {}
-    return Namespace(node.name, ip, [shape(node.interface, rate)], plug, settings=settings)
+    plain = [node.interface] if distance.is_long else []
+    return Namespace(node.name, ip, [shape(node.interface, rate)], plug, plain, settings)
 
 
 def shape(interface: str, rate: int) -> str:

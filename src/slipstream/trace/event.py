@@ -42,7 +42,7 @@ STAGE_SPANS = (STAGE_FORWARD, STAGE_BACKWARD, STAGE_WEIGHT)
 
 _MARK_OF = {FORWARD: "fp_start", BACKWARD: "bp_end", ITERATION: "iteration_end"}
 _ALLREDUCE = re.compile(r"allreduce([1-9][0-9]*)\Z")
-_MEETING = re.compile(r"meeting([1-9][0-9]*|_average)\Z")
+_MEETING = re.compile(r"meeting([1-9][0-9]*|_average|_ready)\Z")
 
 
 def allreduce(number: int) -> str:
@@ -97,8 +97,9 @@ class Event:
     - ``allreduceN``: ``segment`` (from 0), ``bytes``, the numbers of ``gradients`` and
       ``collectives``, and ``ready``, the time at which the last gradient of the segment was ready.
       No other argument is a time.
-    - ``meetingN``: ``bytes``, and the ``update`` after which it was sent. One that lasts longer
-      than an iteration is there in pieces, one for each.
+    - ``meetingN``, and ``meeting_average`` of what optimizers keep: ``bytes``, and the ``update``
+      after which it was sent. These, and ``meeting_ready``, the word that a rank waits for slower
+      ones, may last longer than an iteration, and are there in pieces, one for each.
     - ``backward`` that ends in exchanges: ``gradients_ready``, for each gradient in ready order the
       seconds from the start of backward until it was ready; None for one without a value.
     - spans of a pipeline stage: ``stage`` and ``micro_batch``, their numbers.

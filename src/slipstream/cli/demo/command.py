@@ -61,9 +61,9 @@ def demo(
     of 1 Gbit/s. slipstream tries transports and splits in its first updates,
     DDP bucket sizes; network and codecs are measured, and the planner picks a
     codec if one pays; another training lets ranks train apart and meet, a
-    tenth of the model at a time. Then all go on from the same weights, see the same
-    batches and take turns, an iteration each. The first line of the result is
-    the gain. About three minutes on 2 cores. Where hosts cannot be emulated,
+    tenth of the model at a time. Then all go on from the same weights, see
+    the same batches and take turns, an iteration each. The first line of the
+    result is the gain. About three minutes on 2 cores. Where hosts cannot be emulated,
     the ranks share this one.
 
     [dim]slipstream demo[/dim]
