@@ -326,11 +326,13 @@ def curves(args: argparse.Namespace, names: Sequence[str], runs: Sequence[Run]) 
     """Held-out scores on the way, a line a name: means over seeds."""
     figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
     axes = figure.subplots()
-    for name in names:
+    for number, name in enumerate(names):
         own = [run.scores for run in runs if run.name == name]
         means = [fmean(values) for values in zip(*own, strict=True)]
         at = [args.steps // POINTS * (number + 1) for number in range(len(means))]
-        axes.plot(at, means, label=name, linewidth=2.5 if name in OTHERS else 1.0)
+        style = ("-", "--", ":", "-.")[number // 10 % 4]  # colours repeat after ten
+        width = 2.5 if name in OTHERS else 1.0
+        axes.plot(at, means, label=name, linewidth=width, linestyle=style)
     what = "accuracy" if args.task == "digits" else "loss"
     axes.set(xlabel="updates", ylabel=f"held-out {what}", title=args.task)
     axes.legend(frameon=False, fontsize=7)
