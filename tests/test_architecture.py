@@ -18,7 +18,7 @@ LEVELS = (
     ("errors", "pytree", "version"),
     ("cluster", "kernels", "optim", "plain_copy", "strategy", "testbed", "trace"),
     ("analysis", "memory", "precision", "transport"),
-    ("codecs", "comm", "data"),
+    ("checks", "codecs", "comm", "data"),
     ("gradients",),
     ("ddp", "fusion", "parallel", "planner"),
     ("advisor", "calibration", "local", "sharding"),

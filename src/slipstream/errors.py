@@ -9,6 +9,8 @@
     |-- MismatchError   (RuntimeError)  ranks disagree about the model or the strategy
     |-- CommError       (ValueError)    an operator of comm got invalid arguments
     |-- ExchangeError   (RuntimeError)  an exchange failed: names rank, step, segment and parameters
+    |-- HangError       (RuntimeError)  the run hangs: names the rank to blame, and where it is
+    |-- NonFiniteError  (RuntimeError)  gradients are infinite or NaN: names rank, step, parameter
     |-- DataError       (RuntimeError)  samples could not be read; names them
     |-- OffloadError    (RuntimeError)  activations cannot be offloaded or fetched back
     |-- LaunchError     (RuntimeError)  a script could not be started
@@ -52,6 +54,14 @@ class CommError(SlipstreamError, ValueError):
 
 class ExchangeError(SlipstreamError, RuntimeError):
     """An exchange between ranks failed; names rank, step, segment and parameters."""
+
+
+class HangError(SlipstreamError, RuntimeError):
+    """The run hangs, or a rank has left it: names rank, host, step and the line of its script."""
+
+
+class NonFiniteError(SlipstreamError, RuntimeError):
+    """Gradients are infinite or NaN; names the rank that had them, step and first parameter."""
 
 
 class DataError(SlipstreamError, RuntimeError):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ERROR = re.compile(r"^[\w.]*(?:Error|Exception|Exit|Interrupt)\b.*$", re.M)
 """The line of a traceback that names the error."""
 PEER_IS_GONE = re.compile(
-    r"\bExchangeError\b|\bDist\w*Error\b|/gloo/|gloo::|\bNCCL\b|remote process"
+    r"\bExchangeError\b|\bHangError\b|\bDist\w*Error\b|/gloo/|gloo::|\bNCCL\b|remote process"
 )
 """In the line of an error that says no more than that another rank has left."""
 EXCERPT_BYTES = 64 * 1024

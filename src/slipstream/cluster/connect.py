@@ -67,6 +67,11 @@ class Cluster:
         """Number of ranks."""
         return self.environment.world_size
 
+    @property
+    def store(self) -> Store:
+        """The store of the world, in which ranks find each other; only where there is a world."""
+        return dist.distributed_c10d._get_default_store()  # torch names it nowhere else (2.15)
+
     def new_group(
         self, ranks: Sequence[int] | None = None, backend: str | None = None
     ) -> dist.ProcessGroup | None:

@@ -6,7 +6,8 @@ Never communicates: a bucket says what is to be exchanged, the engine hands that
 A parameter that got a gradient on some rank must be updated on all ranks, and one that got none on
 any rank on no rank (an optimizer would still decay it or apply momentum). No rank knows alone which
 is which, so the flat tensor carries one more element for each gradient: 1 where this rank has one.
-Their sum comes back with the gradients, without another collective.
+Their sum comes back with the gradients, without another collective. Where a rank's gradients are
+not finite, its flags are NaN: so all ranks know it, and each knows whether it was that rank.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from slipstream.codecs.compressor import is_dense, is_finite, memory_order, parts
+from slipstream.codecs.compressor import any_infinite, is_dense, is_finite, memory_order, parts
 from slipstream.gradients.messages import gradient_taken
 from slipstream.transport import sparse
 from slipstream.transport.requests import AllReduce, ExchangeSteps, Request
@@ -43,6 +44,9 @@ class Bucket(ABC):
     """Whether gradients travel as fp16: finite ones may have an infinite sum, and the loss scale is
     taken off only after the exchange."""
 
+    nonfinite_here: torch.Tensor
+    """Whether `look` has found infinite values or NaN; 0-dimensional: no device is waited for."""
+
     num_bytes: int
     """Bytes of this rank's gradients without the flags of use; 0 where unknown beforehand."""
 
@@ -53,6 +57,16 @@ class Bucket(ABC):
     @abstractmethod
     def complete(self, scale: torch.Tensor) -> None:
         """Fill the slots that are missing: with gradients of earlier backwards, else with zeros."""
+
+    @abstractmethod
+    def look(self) -> None:
+        """Look whether this rank's gradients, which are complete, are finite; tell all ranks."""
+
+    @property
+    @abstractmethod
+    def nonfinite(self) -> torch.Tensor:
+        """Whether some rank's gradients, or their sum, are not finite: before ``finish``, on all
+        ranks alike, where all have looked; 0-dimensional."""
 
     @abstractmethod
     def exchange(self, step: int) -> Request | ExchangeSteps:
@@ -148,6 +162,15 @@ class DenseBucket(Bucket):
         for slot in self._unused:
             self._flags[slot] = 0
         self._filled.clear()
+
+    def look(self) -> None:
+        self.nonfinite_here = any_infinite(self.flat)
+        self._flags.masked_fill_(self.nonfinite_here, torch.nan)
+
+    @property
+    def nonfinite(self) -> torch.Tensor:
+        found: torch.Tensor = self._flags.isnan().any()
+        return found | any_infinite(self.flat) if self.may_overflow else found
 
     def _fill_together(self, scale: torch.Tensor) -> None:
         """Copy all small gradients; bitwise what ``fill`` does with them one by one."""
@@ -251,6 +274,13 @@ class SparseBucket(Bucket):
     def complete(self, scale: torch.Tensor) -> None:
         if self._gradient is None and self.parameter.grad is not None:
             self.fill(0, scale)
+
+    def look(self) -> None:
+        self.nonfinite_here = self.nonfinite
+
+    @property
+    def nonfinite(self) -> torch.Tensor:
+        return any_infinite(torch.zeros(1) if self._gradient is None else self._gradient._values())
 
     def exchange(self, step: int) -> ExchangeSteps:
         """Several requests, as the number of rows differs between ranks."""

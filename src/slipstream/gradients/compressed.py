@@ -29,6 +29,7 @@ from slipstream.codecs import (
     make_compressor,
     wire_bytes,
 )
+from slipstream.codecs.compressor import any_infinite
 from slipstream.gradients.buckets import Bucket, DenseBucket, gradient_dtype
 from slipstream.gradients.shard_bucket import ShardBucket
 from slipstream.gradients.shards import Shards
@@ -248,6 +249,14 @@ class CompressedBucket(DenseBucket):
         self._wire_flags = torch.zeros(
             len(parameters) + 1, dtype=torch.uint8, device=self.flat.device
         )
+
+    def look(self) -> None:
+        """The codec tells the others by itself."""
+        self.nonfinite_here = any_infinite(self._values)
+
+    @property
+    def nonfinite(self) -> torch.Tensor:
+        return torch.tensor(not self._is_finite)
 
     def exchange(self, step: int) -> ExchangeSteps:
         """Several requests."""

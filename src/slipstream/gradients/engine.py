@@ -31,6 +31,7 @@ from slipstream.errors import ExchangeError, SlipstreamError
 from slipstream.gradients.buckets import Bucket
 from slipstream.gradients.buffers import Buffers
 from slipstream.gradients.compressed import CodecStates, CompressionPlan, NamedState
+from slipstream.gradients.finite import first_nonfinite
 from slipstream.gradients.interface import GradientEngine
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.gradients.messages import (
@@ -70,6 +71,7 @@ class _Backward:
 
     exchange: bool
     loss_scale: float
+    looks: bool  # whether gradients are finite
     # As tensors without axes: multiplying by a Python number costs twice as much, once a gradient.
     scale: torch.Tensor
     scale_fp16: torch.Tensor  # with the loss scale, which gradients in fp16 keep while they travel
@@ -96,6 +98,7 @@ class Engine(GradientEngine):
         compression_plan: which codec compresses which gradient.
         channel: runs exchanges in order beside backward.
         control: a group of CPU tensors for agreements, used by nothing else meanwhile.
+        looks: whether gradients that are not finite are looked for, where there is no loss scale.
         any_rank: whether a flag is up on any rank that shares this model: where gradients overflow
             on one, none of them may update.
 
@@ -116,6 +119,7 @@ class Engine(GradientEngine):
         compression_plan: CompressionPlan,
         channel: Channel,
         control: dist.ProcessGroup,
+        looks: bool = False,
         any_rank: Callable[[bool], bool] = bool,
     ) -> None:
         self._trainables = list(trainables)
@@ -123,6 +127,8 @@ class Engine(GradientEngine):
         self._buffers = Buffers(model.named_buffers)
         self.split, self.overlap, self._plan = split, overlap, compression_plan
         self._channel, self._control, self._any_rank = channel, control, any_rank
+        self._looks = looks
+        self._found: list[torch.Tensor] = []  # of each bucket that has landed
         self._shards = compression_plan.shards
         names = [t.name for t in self._trainables]
         self._compresses = compression_plan.ever_compresses(names)
@@ -140,7 +146,7 @@ class Engine(GradientEngine):
         self._largest: torch.Tensor | None = None  # values of these, where the script steps itself
         self._by_hand = False
         self._unsettled = False  # whether codecs have learned from an exchange without an update
-        self.overflowed = False
+        self.overflowed = self.nonfinite = False
         self.step = 0
         self._hooks = [
             t.parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
@@ -178,7 +184,8 @@ class Engine(GradientEngine):
             raise unfrozen(thawed)
         buffers = self._buffers.stage() if exchange and self._buffers else None
         scales = torch.tensor([scale, scale * loss_scale], dtype=torch.float64)
-        backward = self._backward = _Backward(exchange, loss_scale, *scales)
+        looks = self._looks and loss_scale == 1.0
+        backward = self._backward = _Backward(exchange, loss_scale, looks, *scales)
         self._stamps = None
         if self._shards is not None:
             self._shards.begin()
@@ -195,7 +202,8 @@ class Engine(GradientEngine):
             backward.fills = self.overlap
         if buffers is not None:
             describe = partial(exchange_failed, self._at, "the broadcast of the buffers")
-            label = Label(BUFFERS, describe, {"bytes": self._buffers.num_bytes})
+            args = {"bytes": self._buffers.num_bytes}
+            label = Label(BUFFERS, describe, args, "the broadcast of the buffers")
             self._channel.start(label, buffers)
 
     def end(self) -> None:
@@ -260,8 +268,11 @@ class Engine(GradientEngine):
             self._open(backward, self._first_layout())
         self._send(backward, everything=True)
         self.overflowed = False
+        self._found.clear()
         self._channel.wait()
-        self.overflowed = self._any_rank(self.overflowed)
+        self.nonfinite = bool(self._found) and bool(torch.stack(self._found).any())
+        if self._any_rank(self.overflowed or self.nonfinite):
+            self.overflowed, self.nonfinite = not backward.looks, backward.looks
         self._unsettled = True
         if self._plan.momenta:
             self._averages = self._present_gradients()
@@ -310,6 +321,17 @@ class Engine(GradientEngine):
         self._shards.adopt()  # what the script has assigned meanwhile
         whole = super().averages(p for p in parameters if p not in self._shards.gradients)
         return [*self._shards.gradients.values(), *whole]
+
+    def nonfinite_here(self) -> tuple[bool, str]:
+        assert self._layout is not None
+        buckets = [bucket for segment in self._layout.segments for bucket in segment.buckets]
+        own = any(bool(bucket.nonfinite_here) for bucket in buckets)
+        if self._shards is None:
+            named = ((t.name, t.parameter.grad) for t in self._trainables)
+        else:
+            of_shards = self._shards.gradients
+            named = ((t.name, of_shards.get(t.parameter)) for t in self._trainables)
+        return own, first_nonfinite(named)
 
     def local_only(self, on: bool) -> None:
         """Whether gradients may arrive outside ``begin`` and ``end``, and stay on this rank."""
@@ -473,16 +495,18 @@ class Engine(GradientEngine):
                 return
             for bucket in segment.buckets:
                 bucket.complete(backward.scale_for(bucket))
+                if backward.looks:
+                    bucket.look()
             if self._channel.recording:
                 segment.ready = self._channel.stamp()
-            self._start(backward.next_segment, self._layout, backward.loss_scale)
+            self._start(backward.next_segment, self._layout, backward.loss_scale, backward.looks)
             backward.next_segment += 1
 
-    def _start(self, index: int, layout: GradientLayout, loss_scale: float) -> None:
+    def _start(self, index: int, layout: GradientLayout, loss_scale: float, looks: bool) -> None:
         """Hand the buckets of one segment to the channel."""
         segment = layout.segments[index]
-        what = f"the exchange of segment {index + 1} of {len(layout.segments)}"
-        describe = partial(exchange_failed, self._at, what, segment.names)
+        what = f"segment {index + 1} of {len(layout.segments)}"
+        describe = partial(exchange_failed, self._at, f"the exchange of {what}", segment.names)
         for bucket in segment.buckets:
             args: dict[str, object] = {}
             if self._channel.recording:
@@ -494,12 +518,14 @@ class Engine(GradientEngine):
                     "collectives": len(segment.buckets),
                     "ready": segment.ready,
                 }
-            label = Label(allreduce(index + 1), describe, args)
-            land = partial(self._land, bucket, layout.checks_finite, loss_scale)
+            label = Label(allreduce(index + 1), describe, args, what, segment.names)
+            land = partial(self._land, bucket, layout.checks_finite, loss_scale, looks)
             self._channel.start(label, bucket.exchange(self.step), land)
 
-    def _land(self, bucket: Bucket, checks_finite: bool, loss_scale: float) -> None:
+    def _land(self, bucket: Bucket, checks_finite: bool, loss_scale: float, looks: bool) -> None:
         """The averages of one bucket are here, those of others may still be in flight."""
+        if looks:
+            self._found.append(bucket.nonfinite)
         if checks_finite and not bucket.is_finite:
             self.overflowed = True
         bucket.finish()

@@ -25,7 +25,10 @@ class GradientEngine:
 
     split: SplitConfig
     overflowed: bool
-    """Whether the last averages are not finite on some rank; then all ranks skip the update."""
+    """Whether the last averages are not finite on some rank, and a codec depends on it; then all
+    ranks skip the update."""
+    nonfinite: bool
+    """Whether the last gradients were infinite or NaN on some rank, where that is looked for."""
 
     # One update.
 
@@ -50,6 +53,11 @@ class GradientEngine:
     def averages(self, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
         """The averages that this rank's update will use."""
         return [p.grad for p in parameters if p.grad is not None]
+
+    def nonfinite_here(self) -> tuple[bool, str]:
+        """Whether this rank's own gradients were not finite, and the first parameter whose average
+        is not, as far as this rank has averages; empty: none."""
+        return False, ""
 
     def local_only(self, on: bool) -> None:
         """Whether gradients may come outside of ``begin`` and ``end``; they stay on this rank."""

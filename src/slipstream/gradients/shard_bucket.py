@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
-from slipstream.codecs.compressor import is_finite
+from slipstream.codecs.compressor import any_infinite, is_finite
 from slipstream.gradients.buckets import Bucket, gradient_dtype, gradient_of, scale_into
 from slipstream.gradients.shards import Shards, flat
 from slipstream.transport.requests import ReduceScatter
@@ -74,6 +74,15 @@ class ShardBucket(Bucket):
         for slot in self._unused:
             self._flags[:, slot] = 0
         self._filled.clear()
+
+    def look(self) -> None:
+        self.nonfinite_here = any_infinite(self.rows)
+        self._flags.masked_fill_(self.nonfinite_here, torch.nan)
+
+    @property
+    def nonfinite(self) -> torch.Tensor:
+        found = self._sums[self._columns[-1].stop :].isnan().any()
+        return found | any_infinite(self._sums) if self.may_overflow else found
 
     def _parts(self, slot: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The gradient in parts, each with its place: whole shards, then what is left."""

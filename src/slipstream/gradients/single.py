@@ -6,11 +6,12 @@ parallel peers use it, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
+from slipstream.gradients.finite import all_finite, first_nonfinite
 from slipstream.gradients.interface import GradientEngine
 from slipstream.strategy import SplitConfig
 
@@ -21,27 +22,45 @@ class SingleReplicaEngine(GradientEngine):
     Args:
         parameters: all parameters of the model.
         split: of the strategy; there is nothing to split.
+        looks: whether gradients that are not finite are looked for.
+        any_rank: whether a flag is up on any rank that shares this model.
 
     Exactness: bitwise against a plain training loop.
     """
 
-    overflowed = False
+    overflowed = nonfinite = False
 
-    def __init__(self, parameters: Iterable[nn.Parameter], split: SplitConfig) -> None:
-        self._parameters, self.split = tuple(parameters), split
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        split: SplitConfig,
+        *,
+        looks: bool = False,
+        any_rank: Callable[[bool], bool] = bool,
+    ) -> None:
+        self._names, self._parameters = tuple(parameters), tuple(parameters.values())
+        self.split, self._looks, self._any_rank = split, looks, any_rank
         self._exchange = False
-        self._scale = 1.0
+        self._scale = self._loss_scale = 1.0
         self._applied = 1.0  # what gradients were multiplied with already
 
     def begin(self, *, exchange: bool, scale: float, loss_scale: float = 1.0) -> None:
         self._multiply(1 / self._applied)  # autograd adds to these gradients: all need one scale
         self._applied = 1.0
-        self._exchange, self._scale = exchange, scale
+        self._exchange, self._scale, self._loss_scale = exchange, scale, loss_scale
+        self.nonfinite = False
 
     def end(self) -> None:
         if self._exchange:
             self._multiply(self._scale)
             self._applied = self._scale
+            if self._looks and self._loss_scale == 1.0:
+                self.nonfinite = self._any_rank(not all_finite(self.averages(self._parameters)))
+
+    def nonfinite_here(self) -> tuple[bool, str]:
+        gradients = (parameter.grad for parameter in self._parameters)
+        name = first_nonfinite(zip(self._names, gradients, strict=True))
+        return bool(name), name
 
     def updated(self, step: int, *, used: bool = True, late: bool = False) -> None:
         self._applied = 1.0

@@ -55,6 +55,14 @@ class LocalEngine(GradientEngine):
         """Whether the last averages are not finite on some rank."""
         return self._used.overflowed
 
+    @property
+    def nonfinite(self) -> bool:  # type: ignore[override]
+        """Whether the last gradients were not finite on some rank that they were averaged over."""
+        return self._used.nonfinite
+
+    def nonfinite_here(self) -> tuple[bool, str]:
+        return self._used.nonfinite_here()
+
     def begin(self, *, exchange: bool, scale: float, loss_scale: float = 1.0) -> None:
         self._used.begin(exchange=exchange, scale=scale, loss_scale=loss_scale)
 

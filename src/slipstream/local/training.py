@@ -262,7 +262,7 @@ class LocalTraining:
         which = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
         words = f"update {self.updates}, the meeting of fragment {number + 1} ({which})"
         args = {"bytes": self._meetings[number].sent_bytes, "update": self.updates}
-        return Label(meeting_span(number + 1), lambda: words, args)
+        return Label(meeting_span(number + 1), lambda: words, args, words)
 
     # The state of the user's optimizer.
 

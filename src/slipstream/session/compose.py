@@ -7,13 +7,17 @@ undoes everything in reverse: if a later step fails, else when the session ends.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import nn
 
+from slipstream.checks.heartbeat import Heartbeat, Progress
 from slipstream.cluster.connect import Cluster
 from slipstream.errors import UsageError
 from slipstream.fusion.checks import useful_settings
@@ -96,7 +100,10 @@ def compose(
         modules = [*model.modules()]  # as the user made them: some are replaced
         _accelerated.update(modules)
         handles.callback(_accelerated.difference_update, modules)
-        # First, because later steps record their spans with it.
+        # First, so that installing is watched, and closed last, when all that communicates is done.
+        progress = Progress()
+        heartbeat = _heartbeat(strategy, cluster, control, progress, handles)
+        # Before the rest, which records its spans with it.
         space = search_space(model, optimizer, strategy, cluster, control)
         recorder = _recorder(strategy, cluster, space)
         dims = ParallelDims.of(cluster, strategy.parallel, control, recorder)
@@ -159,6 +166,9 @@ def compose(
             members=members,
             device=cluster.device,
             local=local,
+            on_nonfinite=strategy.checks.nonfinite,
+            progress=progress,
+            explaining=nullcontext if heartbeat is None else heartbeat.explaining,
         )
         loop.attach(step_hooks)
         if control is not None:
@@ -178,6 +188,33 @@ def compose(
     if isinstance(local, OpenTraining):
         session.join_others(local, local.at_least)
     return session
+
+
+def _heartbeat(
+    strategy: Strategy,
+    cluster: Cluster,
+    control: dist.ProcessGroup | None,
+    progress: Progress,
+    handles: HandleStack,
+) -> Heartbeat | None:
+    """Watch that no rank hangs, if there are others."""
+    checks = strategy.checks
+    if control is None or checks.timeout is None:
+        return None
+    heartbeat = Heartbeat(
+        cluster.store,
+        broadcast_from_first(uuid4().hex, control),
+        cluster.rank,
+        cluster.world_size,
+        cluster.environment.host,
+        timeout=checks.timeout,
+        folder=Path(checks.folder),
+        progress=progress,
+        spins=cluster.device.type != "cpu",
+        waits_long=strategy.local is not None and strategy.local.rendezvous is not None,
+    )
+    handles.push(heartbeat.leave)
+    return heartbeat
 
 
 def _recorder(strategy: Strategy, cluster: Cluster, space: SearchSpace) -> Recorder | None:

@@ -78,6 +78,11 @@ class Given:
         """Gradient codec; None without data-parallel peers."""
         return self.strategy.gradients.codec if self.dims.data is not None else None
 
+    @property
+    def looks(self) -> bool:
+        """Whether gradients that are not finite are looked for."""
+        return self.strategy.checks.nonfinite != "allow"
+
 
 @dataclass(frozen=True, slots=True)
 class GradientExchange:
@@ -222,7 +227,12 @@ def install_local(
 
 def _alone(given: Given) -> SingleReplicaEngine:
     """The engine of a rank that averages with no other."""
-    return SingleReplicaEngine(given.model.parameters(), given.strategy.gradients.split)
+    return SingleReplicaEngine(
+        dict(given.model.named_parameters()),
+        given.strategy.gradients.split,
+        looks=given.looks,
+        any_rank=given.dims.any_rank,
+    )
 
 
 def _local_engine(
@@ -258,6 +268,7 @@ def _local_engine(
         ),
         channel=channel,
         control=control,
+        looks=given.looks,
     )
     return LocalEngine(shared, given.handles.add(engine), island)
 
@@ -325,6 +336,7 @@ def _engine(
         compression_plan=plan,
         channel=channel,
         control=dims.data,
+        looks=given.looks,
         any_rank=sharding.any_rank,
     )
     given.handles.add(engine)

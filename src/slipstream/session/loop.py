@@ -11,18 +11,20 @@ comes again without one, and the gradients were zeroed meanwhile, the script has
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from slipstream.checks.heartbeat import Progress
 from slipstream.codecs.compressor import any_infinite
 from slipstream.errors import UsageError
 from slipstream.gradients.shards import ShardedGradient
 from slipstream.kernels.surroundings import outside_autocast
 from slipstream.local.training import LocalTraining
-from slipstream.parallel.dims import ParallelDims
+from slipstream.parallel.dims import ParallelDims, gather_objects
 from slipstream.parallel.whole_model import WholeModel
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session import messages
@@ -50,6 +52,9 @@ class TrainingLoop:
         members: the parameters that are trained.
         device: of the model.
         local: holds the meetings of ranks that train on their own; None: they do not.
+        on_nonfinite: what happens where gradients are infinite or NaN without a loss scale.
+        progress: is told of each update.
+        explaining: turns an exchange that failed inside into an error that says why.
 
     Attributes:
         engine: averages the gradients.
@@ -71,12 +76,17 @@ class TrainingLoop:
         members: Members,
         device: torch.device,
         local: LocalTraining | None = None,
+        on_nonfinite: str = "raise",
+        progress: Progress,
+        explaining: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.model, self.optimizer, self.device = model, optimizer, device
         self.engine, self.momentum_correction = exchange.engine, exchange.momentum
         self.sharding, self.search = exchange.sharding, exchange.search
         self.dims, self.window, self.precision = dims, window, precision
         self.tracer, self.members, self.local = tracer, members, local
+        self.progress, self.explaining = progress, explaining
+        self._on_nonfinite = on_nonfinite
         self.steps = self.skipped = self.backwards = 0
         self._parameters = tuple(model.parameters())
         self._compared = False  # the first batches of ranks that share the model
@@ -122,9 +132,11 @@ class TrainingLoop:
 
     # Backward passes.
 
-    def outside_autocast(self) -> AbstractContextManager[object]:
-        """In which gradients are computed and averaged in the types that they have."""
-        return outside_autocast(self.device)
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """In which gradients are computed and averaged, in the types that they have."""
+        with self.explaining(), outside_autocast(self.device):
+            yield
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool, loss_scale: float) -> None:
         """Backward of one loss; raises as ``Session.backward``."""
@@ -338,6 +350,7 @@ class TrainingLoop:
             self.steps += 1
         else:
             self.skipped += 1
+        self.progress.reached(self.steps)
         self.window.close()
         if skip is not None:
             self.precision.updated(skip)
@@ -410,12 +423,26 @@ class TrainingLoop:
         if self.engine.overflowed:
             return True
         if self.window.loss_scale == 1.0 and not self.precision.scales:
-            return False  # without a loss scale, NaN gradients are an update like any other
+            return self._refuse_nonfinite()
         averages = self.engine.averages(self._parameters)
         infinite = [any_infinite(g._values() if g.is_sparse else g) for g in averages]
         # Averages are the same on all data-parallel ranks, unless each has a shard of them; those
         # that share a model must agree.
         return self.sharding.any_rank(bool(infinite) and bool(torch.stack(infinite).any()))
+
+    def _refuse_nonfinite(self) -> bool:
+        """Whether the update must be skipped because of gradients that are not finite.
+
+        Raises:
+            NonFiniteError: if that is what the strategy asks for; on all ranks that average alike.
+        """
+        if not self.engine.nonfinite or self._on_nonfinite == "skip":
+            return self.engine.nonfinite
+        own, control = self.engine.nonfinite_here(), self.dims.control
+        found = {0 if control is None else dist.get_rank(control): own}
+        if control is not None and (self.local is None or self.local.warms_up):
+            found = dict(enumerate(gather_objects(own, "what is not finite", control)))
+        raise messages.nonfinite(found, self.steps)
 
     # What is refused.
 

@@ -5,7 +5,9 @@ Never decides whether something is wrong.
 
 from __future__ import annotations
 
-from slipstream.errors import UsageError
+from collections.abc import Mapping
+
+from slipstream.errors import NonFiniteError, UsageError
 
 
 def gradients_kept() -> UsageError:
@@ -86,6 +88,23 @@ def clip_with_momentum() -> UsageError:
         "clip_grad_norm_() with gradients.codec dgc: the gradients contain the momentum of earlier "
         "updates; set the codec's clip, which clips each rank's gradient before, or use another "
         "codec"
+    )
+
+
+def nonfinite(found: Mapping[int, tuple[bool, str]], step: int) -> NonFiniteError:
+    """Gradients that are infinite or NaN: ``found`` by rank, whether its own were, and the first
+    parameter whose average is."""
+    name = next((name for _, name in found.values() if name), "")
+    ranks = [rank for rank, (own, _) in found.items() if own]
+    many = "ranks" if len(ranks) > 1 else "rank"
+    before = f"before the exchange on {many} {', '.join(map(str, ranks))}"
+    if not ranks:
+        before = "and was finite on every rank before the exchange"
+    return NonFiniteError(
+        f"update {step + 1}: the gradient of {name or 'a parameter'} is infinite or NaN, {before}. "
+        f"The parameters are still those of update {step}. Look at the loss and the batch there; a "
+        "lower learning rate or session.clip_grad_norm_() may help; checks.nonfinite: skip leaves "
+        "such updates out, allow makes them"
     )
 
 

@@ -148,7 +148,7 @@ class Session(Generic[M, O]):
                 "backward(retain_graph=True) with compute.compile: a compiled block frees what its "
                 "backward has used; add the losses up for one backward(), or leave out compile"
             )
-        with self._loop.outside_autocast():
+        with self._loop.running():
             self._loop.backward(loss, retain_graph=retain_graph, loss_scale=loss_scale)
 
     def forward_backward(
@@ -214,7 +214,7 @@ class Session(Generic[M, O]):
             UsageError: there was no backward since the last step, or the session is closed.
         """
         self._must_be_open("step")
-        with self._loop.outside_autocast():
+        with self._loop.running():
             return self._loop.step()
 
     def flush(self, max_norm: float | None = None) -> bool:
@@ -245,7 +245,7 @@ class Session(Generic[M, O]):
             (False, True)
         """
         self._must_be_open("flush")
-        with self._loop.outside_autocast():
+        with self._loop.running():
             return self._loop.flush(max_norm)
 
     @property
@@ -392,7 +392,7 @@ class Session(Generic[M, O]):
         """
         self._must_be_open("clip_grad_norm_")
         self._loop.check_clip()
-        with self._loop.outside_autocast():
+        with self._loop.running():
             return self._sharding.model.clip_grad_norm_(max_norm)
 
     @torch.no_grad()

@@ -69,7 +69,8 @@ def validate(
     check_compute(model, strategy)
     check_memory(model, strategy, local_ranks=local_ranks, rank=cluster.rank)
     settings = strategy.document()
-    settings.get("trace", {}).pop("folder", None)  # the first rank alone writes
+    for group in ("trace", "checks"):  # where a rank writes is its own affair
+        settings.get(group, {}).pop("folder", None)
     fingerprint = {
         "the strategy": json.dumps(settings),
         "the optimizer": type(optimizer).__name__,

@@ -3,6 +3,7 @@
 Other rooms read these values and act on them. Nothing here imports torch.
 """
 
+from slipstream.strategy.checks import ChecksConfig as ChecksConfig
 from slipstream.strategy.codec import (
     AdaptiveConfig as AdaptiveConfig,
     ByNameConfig as ByNameConfig,

@@ -1,7 +1,7 @@
 """``Strategy``: every setting, its meaning, its default and its allowed values.
 
-The variants of a group are in files of their own: ``split``, ``codec``, ``compute``, ``data``,
-``local``, ``memory``, ``parallel``, ``precision``, ``transport``.
+The variants of a group are in files of their own: ``split``, ``checks``, ``codec``, ``compute``,
+``data``, ``local``, ``memory``, ``parallel``, ``precision``, ``transport``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Self, get_args
 from pydantic import Field, NonNegativeInt
 
 from slipstream.errors import StrategyError
+from slipstream.strategy.checks import ChecksConfig
 from slipstream.strategy.codec import CodecConfig
 from slipstream.strategy.compute import ComputeConfig
 from slipstream.strategy.data import DataConfig
@@ -120,6 +121,9 @@ class Strategy(Setting):
 
     data: DataConfig = DataConfig()
     """How batches come to the training."""
+
+    checks: ChecksConfig = ChecksConfig()
+    """What the run is watched for."""
 
     trace: TraceConfig = TraceConfig()
     """What is recorded, and where."""

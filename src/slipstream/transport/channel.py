@@ -26,6 +26,7 @@ import torch
 
 from slipstream.errors import ExchangeError
 from slipstream.trace.recorder import Recorder, Stamp
+from slipstream.transport.flights import FLIGHTS, Flight
 from slipstream.transport.requests import ExchangeSteps, Request
 from slipstream.transport.transport import Transport, run
 from slipstream.transport.work import Work
@@ -40,11 +41,14 @@ the same time may wait for each other's place on the device for ever."""
 
 @dataclass(slots=True)
 class Label:
-    """Names an exchange: ``span`` and ``args`` in a trace, ``describe()`` in an error."""
+    """Names an exchange: ``span`` and ``args`` in a trace, ``describe()`` in an error, ``what`` and
+    the gradients ``names`` in an autopsy."""
 
     span: str
     describe: Callable[[], str]
     args: Mapping[str, Any] = field(default_factory=dict)
+    what: str = ""  # the span, if empty
+    names: Sequence[str] = ()
 
 
 @dataclass(slots=True)
@@ -53,6 +57,7 @@ class _InFlight:
 
     label: Label
     then: Callable[[], None] | None
+    flight: Flight
     works: Sequence[Work] = ()
     start: Stamp = 0.0
     end: Stamp = 0.0
@@ -126,7 +131,7 @@ class Channel:
 
         ``wait`` calls ``then`` when this one is done, while others may still be in flight.
         """
-        entry = _InFlight(label, then)
+        entry = _InFlight(label, then, FLIGHTS.begin(label.what or label.span, label.names))
         self._in_flight.append(entry)
         if isinstance(exchange, Generator):
             self._stage(entry, exchange)
@@ -197,6 +202,7 @@ class Channel:
                 entry.error = entry.error or error
         if entry.done is not None and entry.error is None:
             entry.done.wait()
+        entry.flight.end()
         for stage in self._stages:
             stage.join_stream()
 

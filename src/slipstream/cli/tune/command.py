@@ -7,7 +7,6 @@ by ``slipstream launch`` or ``slipstream testbed run`` with the strategy of that
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +38,7 @@ from slipstream.planner.forecast import Forecast
 from slipstream.planner.network.profile import NetworkProfile
 from slipstream.planner.search.ranking import Prediction
 from slipstream.strategy import AutoConfig, ByBytesConfig, FlatConfig, OptimalConfig, Strategy
+from slipstream.strategy.duration import seconds_of
 from slipstream.strategy.yaml import SUFFIXES
 from slipstream.testbed import Testbed, unavailable
 from slipstream.trace import Trace
@@ -51,7 +51,6 @@ from slipstream.tuner.tune import LEAST_BUDGET, Tuner
 console = Console(stderr=True)
 
 MOST_SECONDS = 20.0  # of the network's measurement
-_UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 Budget = Annotated[str, Option(help="Time for everything: 5m, 1h.")]
@@ -165,8 +164,7 @@ def parse_budget(text: str) -> float:
         >>> parse_budget("90s"), parse_budget("10m"), parse_budget("1.5h")
         (90.0, 600.0, 5400.0)
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", text.strip().lower())
-    seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    seconds = seconds_of(text)
     if not seconds:
         raise LaunchError(f"--budget {text!r}: write a number and s, m or h, such as 5m or 1h")
     if seconds < LEAST_BUDGET:

@@ -1,0 +1,264 @@
+"""The autopsy of a run that hangs: what each rank was doing, and whom the others wait for.
+
+Values in, values out; nothing here communicates. [Note: Who is to blame] in the order of certainty:
+
+1. ranks that give no sign of life;
+2. ranks that have ended, or left their loop, while others wait for them;
+3. ranks that wait for something else than the others do: data, a lock, a sleep;
+4. ranks in another exchange than most: the fewest;
+5. nobody: all are in the same exchange, and nothing arrives, so it is the network.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import Field, ValidationError
+
+from slipstream.errors import TraceError
+from slipstream.strategy.setting import FrozenModel
+
+M = TypeVar("M", bound=FrozenModel)
+
+VERSION = 1
+NAMES_SHOWN = 3
+
+
+class RankState(FrozenModel):
+    """Where a rank is; a few hundred bytes, written at each beat."""
+
+    rank: int
+    host: str
+    pid: int
+    step: int
+    """Updates that are done."""
+    young: bool = False
+    """Whether this session has hardly updated yet: it compiles, and reads for the first time."""
+    line: str = ""
+    """Of the script."""
+    verb: str = ""
+    """Of the session, called and not returned."""
+    exchange: str = ""
+    """The oldest exchange that is under way, or ``an exchange of the script``."""
+    names: tuple[str, ...] = ()
+    """The gradients in it."""
+    number: int = 0
+    """Exchanges begun so far."""
+    loading: bool = False
+    """Whether it waits for data."""
+    asking: bool = False
+    """Whether a debugger waits for a person."""
+    still: float = 0.0
+    """Seconds without a sign of life in its own work."""
+    ended: str = ""
+    """Why it has left; empty: it has not."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other ranks."""
+        return bool(self.exchange) and not self.ended
+
+
+class RankCase(FrozenModel):
+    """All that a rank knows of itself once something is wrong."""
+
+    state: RankState
+    stacks: dict[str, list[str]] = Field(default_factory=dict)
+    exchanges: list[str] = Field(default_factory=list)
+    """The last ones, oldest first."""
+    unsent: list[str] = Field(default_factory=list)
+    """Addresses that do not confirm what this host sends."""
+    neighbours: dict[int, str] = Field(default_factory=dict)
+    """Silent ranks of this host: the state of their processes."""
+
+
+class Autopsy(FrozenModel):
+    """Why a run hung."""
+
+    version: int = VERSION
+    world_size: int
+    verdict: str
+    blamed: tuple[int, ...]
+    reason: str
+    """Why somebody looked: how long it had waited, or what had failed."""
+    cases: dict[int, RankCase]
+    """By rank; silent ranks have their last state alone."""
+
+    @classmethod
+    def of(
+        cls,
+        cases: Mapping[int, RankCase],
+        silent: Mapping[int, RankState | None],
+        world_size: int,
+        reason: str,
+    ) -> Autopsy:
+        """Find whom the others wait for.
+
+        Args:
+            cases: of the ranks that answered.
+            silent: those that did not, with what they had said last.
+            world_size: number of ranks.
+            reason: why somebody looked.
+        """
+        blamed, verdict = _verdict(cases, silent)
+        last = {rank: RankCase(state=said) for rank, said in silent.items() if said is not None}
+        return cls(
+            world_size=world_size,
+            verdict=verdict,
+            blamed=tuple(blamed),
+            reason=reason,
+            cases={**last, **cases},
+        )
+
+    @classmethod
+    def read(cls, folder: Path) -> Autopsy:
+        """Read the autopsy of a run; of one that was killed before it had a verdict, that of what
+        its ranks have left.
+
+        Raises:
+            TraceError: there is none, or what is there is none.
+        """
+        whole = folder / "autopsy.json" if folder.is_dir() else folder
+        if whole.is_file():
+            return _read(cls, whole)
+        cases = [_read(RankCase, path) for path in sorted(folder.glob("rank*.json"))]
+        if not cases:
+            raise TraceError(
+                f"{folder} has no autopsy; pass the folder that the error named (checks.folder, "
+                "slipstream-autopsy by default)"
+            )
+        by_rank = {case.state.rank: case for case in cases}
+        size = max(by_rank) + 1
+        silent = dict.fromkeys(range(size) - by_rank.keys())
+        return cls.of(by_rank, silent, size, "the run was ended from outside")
+
+
+def by_stack(cases: Iterable[RankCase]) -> list[tuple[list[int], list[str]]]:
+    """Ranks whose main threads are at the same place, the fewest first, with their stack."""
+    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for case in cases:
+        groups[tuple(case.stacks.get("MainThread", ()))].append(case.state.rank)
+    return [(ranks, list(stack)) for stack, ranks in sorted(groups.items(), key=_size)]
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """``rank 2``, ``ranks 2 and 5``, ``ranks 1, 2, 3 and 9 more``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown, rest = list(map(str, ranks[:4])), len(ranks) - 4
+    if rest > 0:
+        return f"ranks {', '.join(shown)} and {rest} more"
+    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _size(group: tuple[tuple[str, ...], list[int]]) -> int:
+    return len(group[1])
+
+
+def _read(kind: type[M], path: Path) -> M:
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        first = str(error).splitlines()[0]
+        raise TraceError(f"{path} is no autopsy: {first}") from None
+
+
+def _verdict(
+    cases: Mapping[int, RankCase], silent: Mapping[int, RankState | None]
+) -> tuple[list[int], str]:
+    states = {rank: case.state for rank, case in cases.items()}
+    waiting = [rank for rank, state in states.items() if state.waits]
+    if gone := sorted(silent):
+        return gone, f"{_silence(gone, silent, cases)}{_others_wait(waiting, states)}"
+    if left := sorted(rank for rank, state in states.items() if state.ended):
+        first = states[left[0]]
+        words = f"{_at(first)} has {first.ended}{_after(first)}"
+        if len(left) > 1:
+            words += f", as {ranks_named(left[1:])} did"
+        return left, f"{words}{_others_wait(waiting, states)}"
+    if apart := sorted(rank for rank, state in states.items() if not state.waits):
+        # whoever has not yet come where the others are
+        first = max((states[rank] for rank in apart), key=lambda state: state.still)
+        blamed = [rank for rank in apart if _place(states[rank]) == _place(first)]
+        words = f"{_at(first)} never entered {_awaited(waiting, states)}: it {_doing(first)}"
+        return blamed, words
+    groups: dict[str, list[int]] = defaultdict(list)
+    for rank, state in sorted(states.items()):
+        groups[_meeting_place(state)].append(rank)
+    if len(groups) > 1:
+        (_, few), *_, (_, many) = sorted(groups.items(), key=lambda group: len(group[1]))
+        first, other = states[few[0]], states[many[0]]
+        words = (
+            f"{_at(first)} is in {_exchange(first)} ({_doing(first)}), {ranks_named(many)} in "
+            f"{_exchange(other)} ({_doing(other)}): they will never meet"
+        )
+        return few, words
+    unsent = {address for case in cases.values() for address in case.unsent}
+    where = f"; what is sent to {', '.join(sorted(unsent))} is not confirmed" if unsent else ""
+    some = next(iter(states.values()))
+    return [], (
+        f"all ranks are in {_exchange(some)} of update {some.step + 1}, and nothing arrives: the "
+        f"network between them is cut, or far slower than before{where}"
+    )
+
+
+def _silence(
+    gone: Sequence[int],
+    silent: Mapping[int, RankState | None],
+    cases: Mapping[int, RankCase],
+) -> str:
+    first = silent[gone[0]]
+    seen = [case.neighbours[gone[0]] for case in cases.values() if gone[0] in case.neighbours]
+    why = seen[0] if seen else "its process is stopped or gone, its host down, or its link cut"
+    name = f"rank {gone[0]}" if first is None else _at(first)
+    also = f" (as are {ranks_named(gone[1:])})" if len(gone) > 1 else ""
+    last = "" if first is None else f"; it was last seen after update {first.step}, {_where(first)}"
+    return f"{name} is silent{also}: {why}{last}"
+
+
+def _others_wait(waiting: Sequence[int], states: Mapping[int, RankState]) -> str:
+    return f"; {ranks_named(waiting)} wait in {_awaited(waiting, states)}" if waiting else ""
+
+
+def _awaited(waiting: Sequence[int], states: Mapping[int, RankState]) -> str:
+    if not waiting:
+        return "the exchange"
+    state = states[waiting[0]]
+    return f"{_exchange(state)} of update {state.step + 1}"
+
+
+def _exchange(state: RankState) -> str:
+    names = ", ".join(state.names[:NAMES_SHOWN])
+    more = ", ..." if len(state.names) > NAMES_SHOWN else ""
+    return f"{state.exchange} ({names}{more})" if names else state.exchange
+
+
+def _doing(state: RankState) -> str:
+    what = " for data" if state.loading else ""
+    still = f", for {state.still:.0f} s" if state.still >= 1 else ""
+    return f"waits{what} {_where(state)}{still}"
+
+
+def _where(state: RankState) -> str:
+    verb = f" (session.{state.verb})" if state.verb else ""
+    return f"in {state.line}{verb}" if state.line else f"outside of its script{verb}"
+
+
+def _place(state: RankState) -> tuple[str, str]:
+    return state.line, state.verb
+
+
+def _meeting_place(state: RankState) -> str:
+    own = f"{state.exchange} at {state.line}"
+    return f"{state.exchange} {state.step}" if state.names else own
+
+
+def _at(state: RankState) -> str:
+    return f"rank {state.rank} (host {state.host})"
+
+
+def _after(state: RankState) -> str:
+    return f" after {state.step} update{'s' if state.step != 1 else ''}"

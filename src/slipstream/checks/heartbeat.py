@@ -1,0 +1,475 @@
+"""The heartbeat: each rank says where it is, and sees whether others live; a run that hangs ends.
+
+A thread of its own does it, with a connection of its own to the store of the process group, so that
+it needs nothing of the main thread.
+
+[Note: What is a hang]
+Two things. A rank whose heartbeat stops: its process is stopped or gone, its host is down, or cut
+off. Its neighbour, the rank before it, watches for that, so that looking costs each rank the same
+on any number of them. Or: some ranks wait for others, and no rank at all shows a sign of life,
+which is computing, moving bytes, or moving on in its script (``vitals``, ``stacks``). So a rank
+that evaluates or saves for an hour is none, and one that sleeps is. A debugger is none either.
+
+[Note: The end]
+Whoever sees a hang writes ``alarm``; the first one counts. All ranks that live answer it with their
+stacks, and the first one makes the autopsy of what it has by then, and writes ``verdict``: that it
+was none after all (on a machine where threads get no core for seconds), or whom to blame. The
+ranks to blame end at once, or, where they cannot, the one that looked. That breaks the process
+groups of the others, so that their exchanges raise in the main thread, which gets the verdict as
+its error. Who has not come out of its exchange after a while is ended, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from slipstream.checks.autopsy import Autopsy, RankCase, RankState, ranks_named
+from slipstream.checks.stacks import Place, all_stacks, main_place
+from slipstream.checks.vitals import STATES, Vitals, state as state_of_process, unsent, vitals
+from slipstream.errors import ExchangeError, HangError, SlipstreamError
+from slipstream.transport.flights import FLIGHTS
+
+STALE, STILL = 0.5, 0.6
+"""Shares of the timeout after which a rank without a heartbeat is silent, and one without a sign of
+life waits for nothing; the rest is for the autopsy."""
+FIRST_UPDATES, FIRST_FACTOR = 2, 10
+"""Until so many updates are done, ranks compile and read for the first time: as many times as long
+is allowed."""
+ANSWER_SECONDS = 3.0
+"""For the answers of all ranks to an alarm."""
+GRACE = 0.15
+"""Share of the timeout for the main thread to come out of its exchange once others have left it."""
+FIRST_SECONDS = 0.5
+"""Until those end that break the exchange: the others have read the verdict by then."""
+POLL_SECONDS = 0.1
+"""From one look at the store to the next after an alarm."""
+WATCHERS = 3
+"""Ranks, from 0, that look at all others once they are still."""
+AlarmKind = Literal["silent", "still", "left", "failed"]
+"""Why a rank asks: another is silent, or has left; all are still; an exchange has failed."""
+WORDS = 200
+"""Characters of an error that others get to read."""
+EXIT_CODE = 75  # EX_TEMPFAIL: the same command may well succeed
+
+
+@dataclass(slots=True)
+class Progress:
+    """Updates that are done: ``step`` of the whole run, ``updates`` of this session."""
+
+    step: int = 0
+    updates: int = 0
+
+    def reached(self, step: int) -> None:
+        """Note that an update has ended, the ``step``-th."""
+        self.step = step
+        self.updates += 1
+
+
+class Heartbeat:
+    """Beats until it is closed.
+
+    Args:
+        store: of the process group; a connection of its own is made to it.
+        name: of the session, the same on all its ranks.
+        rank: of this process.
+        world_size: number of ranks.
+        host: of this process.
+        timeout: seconds within which a run that hangs ends.
+        folder: gets the autopsy.
+        progress: how many updates are done.
+        spins: whether a thread that waits for the device computes, so that computing is no sign of
+            life.
+        waits_long: whether ranks may rightly wait for longer, for other jobs.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        world_size: int,
+        host: str,
+        *,
+        timeout: float,
+        folder: Path,
+        progress: Progress,
+        spins: bool = False,
+        waits_long: bool = False,
+    ) -> None:
+        self.rank, self.world_size, self.host = rank, world_size, host
+        self.timeout, self.folder = timeout, folder
+        self.interval = min(2.0, max(0.2, timeout / 30)) * max(1.0, world_size / 500)
+        self.verdict: str | None = None
+        connection: Store = store.clone()  # type: ignore[attr-defined]
+        self._store = PrefixStore(f"slipstream/heartbeat/{name}", connection)
+        self._progress, self._spins, self._waits_long = progress, spins, waits_long
+        self._closing, self._known, self._told = (threading.Event() for _ in range(3))
+        self._place: Place | None = None
+        self._vitals, self._looked = Vitals(), time.monotonic()
+        self._alive = self._reached = self._looked
+        self._heard: dict[int, tuple[bytes, float]] = {}  # what a rank said, and since when
+        self._answered = self._asked = False
+        self._alarms = 0  # that were none
+        self._left = ""
+        self._noted = False  # in the folder, as long as this rank is still
+        self._threads = [
+            threading.Thread(target=self._beats, name="slipstream-heartbeat", daemon=True),
+            threading.Thread(target=self._watch_store, name="slipstream-store", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # What the main thread calls.
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Turn an exchange that fails inside into the error that says whom it waited for.
+
+        Raises:
+            HangError: in the place of what was raised, where there is a verdict.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not _lost_a_peer(error):
+                raise
+            verdict = self.explain(str(error).splitlines()[0])
+            if verdict is None:
+                raise
+            raise HangError(f"rank {self.rank}: {verdict}") from error
+
+    def explain(self, reason: str) -> str | None:
+        """Ask all ranks why an exchange of this one has failed; None: nobody knows better."""
+        self._told.set()
+        try:
+            self._raise_alarm("failed", reason)
+        except RuntimeError:  # torch's stores raise no other
+            return f"{reason}; the run's store is gone, too, which ends with rank 0 or its launcher"
+        self._known.wait(2 * ANSWER_SECONDS + 2 * self.interval)
+        time.sleep(FIRST_SECONDS)  # this process may keep the store, in which others still read
+        return self.verdict
+
+    def leave(self, _: object, error: BaseException | None, __: object) -> None:
+        """End the threads; the last word of this rank stays in the store: why it leaves. The
+        ``__exit__`` of a session."""
+        if isinstance(error, SystemExit):  # of the interpreter, which has printed what was raised
+            error = getattr(sys, "last_value", None)
+        words = "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
+        self._left = f"ended with {words[:WORDS]}" if words else "left its loop"
+        self._closing.set()
+        for thread in self._threads:
+            thread.join(ANSWER_SECONDS)
+        with suppress(OSError):
+            self._own_file.unlink(missing_ok=True)
+
+    # The thread that beats.
+
+    def _beats(self) -> None:
+        while True:
+            ended = self._closing.wait(self._pause)
+            try:
+                self._beat()
+                self._reached = time.monotonic()
+            except RuntimeError:  # the store is gone, or does not answer
+                if ended or self._left:
+                    return
+            if ended:
+                return
+
+    @property
+    def _pause(self) -> float:
+        return POLL_SECONDS if self._asked or self._answered else self.interval
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now - self._looked > 3 * self.interval + 1:  # this process was stopped itself
+            self._heard.clear()
+            self._place = None
+        state = self._look(now)
+        self._store.set(f"beat/{self.rank}", state.model_dump_json(exclude_defaults=True))
+        if self._answered or self._store.check([self._key("alarm")]):
+            self._answer(state)
+            return
+        if state.ended:
+            return
+        self._watch_neighbour(now)
+        if state.still > 2 * self.interval + 2 and not self._waits_long and self._watches(now):
+            self._watch_all(state, now)
+
+    def _watches(self, now: float) -> bool:
+        """Whether this rank looks at all others: the first ones do, or all, if these have left."""
+        first = range(min(WATCHERS, self.world_size))
+        if self.rank in first:
+            return True
+        heard = [self._hear(rank, now) for rank in first]
+        return all(said is not None and said[0].ended for said in heard)
+
+    def _look(self, now: float) -> RankState:
+        """At this rank itself."""
+        place, signs = main_place(), vitals(os.getpid(), threading.get_native_id())
+        # since it last lived, not since the last look: the kernel counts by ticks
+        moves_on = self._place is None or place.key != self._place.key
+        if moves_on or signs.show_life_since(
+            self._vitals, now - self._alive, computing=not self._spins
+        ):
+            self._alive, self._vitals = now, signs
+        self._place, self._looked = place, now
+        open_flights = [flight for flight in FLIGHTS.flights if flight.ended is None]
+        exchange, names = "", tuple[str, ...]()
+        if open_flights:
+            exchange, names = open_flights[0].what, tuple(open_flights[0].names[:8])
+        elif place.exchanging:
+            exchange = "an exchange"
+        state = RankState(
+            rank=self.rank,
+            host=self.host,
+            pid=os.getpid(),
+            step=self._progress.step,
+            young=self._progress.updates < FIRST_UPDATES,
+            line=place.line,
+            verb=place.verb,
+            exchange=exchange if place.exchanging else "",
+            names=names if place.exchanging else (),
+            number=FLIGHTS.begun,
+            loading=place.loading,
+            asking=place.asking,
+            still=round(now - self._alive, 1),
+            ended=self._left,
+        )
+        self._note(state)
+        return state
+
+    def _note(self, state: RankState) -> None:
+        """Leave in the folder where this rank is, should somebody end the run from outside."""
+        is_still = state.still > self.timeout * STALE and not state.ended
+        if is_still == self._noted:
+            return
+        self._noted = is_still
+        with suppress(OSError):
+            if is_still:
+                self._write(self._own_file, self._case(state).model_dump_json(indent=1))
+            else:
+                self._own_file.unlink(missing_ok=True)
+
+    @property
+    def _own_file(self) -> Path:
+        return self.folder / f"rank{self.rank}.json"
+
+    def _case(self, state: RankState) -> RankCase:
+        now = time.monotonic()
+        exchanges = [
+            f"{f.number}: {f.what}, begun {now - f.begun:.1f} s ago"
+            + ("" if f.ended is None else f", ended after {f.ended - f.begun:.3f} s")
+            for f in FLIGHTS.flights
+        ]
+        neighbours = {}
+        for rank, (said, since) in [*self._heard.items()]:
+            other = RankState.model_validate_json(said)
+            if other.host == self.host and now - since > self.interval * 2:
+                neighbours[rank] = _process(other.pid)
+        return RankCase(
+            state=state,
+            stacks=all_stacks(),
+            exchanges=exchanges,
+            unsent=unsent(),
+            neighbours=neighbours,
+        )
+
+    # The others.
+
+    def _hear(self, rank: int, now: float) -> tuple[RankState, float] | None:
+        """What a rank has said last, and for how long nothing else; None: nothing yet."""
+        key = f"beat/{rank}"
+        if not self._store.check([key]):
+            return None
+        said = self._store.get(key)
+        before = self._heard.get(rank)
+        if before is None or before[0] != said:
+            self._heard[rank] = said, now
+        return RankState.model_validate_json(said), now - self._heard[rank][1]
+
+    def _watch_neighbour(self, now: float) -> None:
+        """The next rank that has not left."""
+        for distance in range(1, self.world_size):
+            rank = (self.rank + distance) % self.world_size
+            heard = self._hear(rank, now)
+            if heard is None:
+                return
+            other, silence = heard
+            if other.ended:
+                continue
+            if silence > self.timeout * STALE and not self._lives(other, silence):
+                self._raise_alarm("silent", f"rank {rank} was silent for {silence:.0f} s")
+            return
+
+    def _lives(self, other: RankState, silence: float) -> bool:
+        """Whether a silent rank of this host computes: a call of C keeps its thread waiting."""
+        if other.host != self.host or silence > FIRST_FACTOR * self.timeout:
+            return False
+        return state_of_process(other.pid) == "R"
+
+    def _watch_all(self, own: RankState, now: float) -> None:
+        """Whether anybody lives, of all ranks."""
+        heard = {
+            rank: self._hear(rank, now) for rank in range(self.world_size) if rank != self.rank
+        }
+        if None in heard.values():
+            return
+        others = [state for state, _ in filter(None, heard.values())]
+        states = [own, *others]
+        waiting = [state for state in states if state.waits]
+        if not waiting or any(state.asking for state in states):
+            return
+        if left := [state.rank for state in states if state.ended]:
+            if own.waits and own.verb:  # not in an exchange of the script, which they may yet join
+                self._raise_alarm("left", f"rank {own.rank} waited for {ranks_named(left)}")
+            return
+        least = min(state.still for state in states)
+        allowed = self.timeout * STILL * (FIRST_FACTOR if any(s.young for s in states) else 1)
+        if least > allowed:
+            self._raise_alarm("still", f"no rank had shown a sign of life for {least:.0f} s")
+
+    # The autopsy.
+
+    def _raise_alarm(self, kind: AlarmKind, reason: str) -> None:
+        said = self._store.compare_set(
+            self._key("alarm"), "", json.dumps([self.rank, kind, reason])
+        )
+        self._asked = json.loads(said)[0] == self.rank
+
+    def _key(self, what: str, rank: int | None = None) -> str:
+        """Of the alarm that comes next, or is on."""
+        return f"{what}/{self._alarms}" + ("" if rank is None else f"/{rank}")
+
+    def _answer(self, state: RankState) -> None:
+        """Say all to who has asked, and wait for the verdict, or find it."""
+        now = time.monotonic()
+        if not self._answered:
+            self._answered = True
+            self._alarmed_at = now
+            case = self._case(state)
+            self._store.set(self._key("case", self.rank), case.model_dump_json())
+        asker, kind, reason = json.loads(self._store.get(self._key("alarm")))
+        self._asked = asker == self.rank
+        if self._asked and not self._store.check([self._key("verdict")]):
+            self._judge(kind, reason, now)
+        if self._store.check([self._key("verdict")]):
+            self._learn(json.loads(self._store.get(self._key("verdict"))))
+        elif now - self._alarmed_at > 2 * ANSWER_SECONDS + self.interval:
+            alone = Autopsy.of({self.rank: self._case(state)}, {}, self.world_size, reason)
+            where = str(self.folder.resolve())
+            self._learn({"verdict": alone.verdict, "first": [self.rank], "folder": where})
+
+    def _judge(self, kind: AlarmKind, reason: str, now: float) -> None:
+        ranks = range(self.world_size)
+        missing = [rank for rank in ranks if not self._store.check([self._key("case", rank)])]
+        if missing and now - self._alarmed_at < ANSWER_SECONDS + self.interval:
+            return
+        cases = {
+            rank: RankCase.model_validate_json(self._store.get(self._key("case", rank)))
+            for rank in ranks
+            if rank not in missing
+        }
+        silent: dict[int, RankState | None] = {}
+        for rank in missing:
+            heard = self._hear(rank, now)
+            said = None if heard is None else heard[0]
+            if said is not None and said.ended:  # its last word
+                cases[rank] = RankCase(state=said)
+            else:
+                silent[rank] = said
+        least = min((case.state.still for case in cases.values()), default=0.0)
+        if kind in ("silent", "still") and not silent and least < self.timeout * STILL / 2:
+            self._store.set(self._key("verdict"), json.dumps(None))
+            return
+        autopsy = Autopsy.of(cases, silent, self.world_size, reason)
+        with suppress(OSError):
+            self._write(self.folder / "autopsy.json", autopsy.model_dump_json(indent=1))
+        where = f"{self.folder.resolve()} on {self.host}"
+        can = [rank for rank in autopsy.blamed if rank in cases and not cases[rank].state.ended]
+        verdict = {"verdict": autopsy.verdict, "first": can or [self.rank], "folder": where}
+        self._store.set(self._key("verdict"), json.dumps(verdict))
+
+    def _learn(self, found: dict[str, Any] | None) -> None:
+        """The end of this rank: by the main thread if that comes out of its exchange, else here."""
+        if found is None:  # no hang
+            self._alarms += 1
+            self._answered = self._asked = False
+            return
+        if self._known.is_set():
+            return
+        folder = found["folder"]
+        self.verdict = f"{found['verdict']} (slipstream autopsy {folder})"
+        self._known.set()
+        if self._left:
+            return
+        goes_first = self.rank in found["first"]
+        threading.Thread(target=self._end_process, args=(goes_first,), daemon=True).start()
+
+    def _end_process(self, first: bool) -> None:
+        """End this process, unless its main thread does."""
+        time.sleep(FIRST_SECONDS + (0.0 if first else GRACE * self.timeout))
+        if self._told.is_set() or self._closing.is_set():
+            return
+        sys.stderr.write(f"slipstream.HangError: rank {self.rank}: {self.verdict}\n")
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(EXIT_CODE)
+
+    def _watch_store(self) -> None:
+        """Whether the thread that beats comes back from the store."""
+        looked = time.monotonic()
+        while not self._closing.wait(self.interval):
+            now = time.monotonic()
+            if now - looked > 3 * self.interval + 1:  # this process was stopped itself
+                self._reached = now
+            looked = now
+            silence = now - self._reached
+            if silence < self.timeout * (STALE + STILL) / 2 or self._left or self._known.is_set():
+                continue
+            if now - self._alive < self.timeout * STALE:  # it trains all the same
+                self._look(now)
+                continue
+            place = main_place()
+            self._learn(
+                {
+                    "verdict": f"the run's store has not answered for {silence:.0f} s: the host "
+                    f"of rank 0 is down, stopped or cut off from {self.host}; this rank is at "
+                    f"{place.line or 'no line of its script'}",
+                    "first": [self.rank],
+                    "folder": str(self.folder.resolve()),
+                }
+            )
+
+    def _write(self, path: Path, text: str) -> None:
+        """All of it or nothing."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        partial.write_text(text)
+        partial.replace(path)
+
+
+def _process(pid: int) -> str:
+    letter = state_of_process(pid)
+    if letter is None:
+        return "its process is gone"
+    words = STATES.get(letter)
+    return f"its process is {words}" if words else "its process lives, and does not answer"
+
+
+def _lost_a_peer(error: RuntimeError) -> bool:
+    """Whether an exchange failed, of slipstream's or of torch's own."""
+    if isinstance(error, SlipstreamError):
+        return isinstance(error, ExchangeError)
+    return any(word in str(error) for word in ("gloo", "NCCL", "Connection"))

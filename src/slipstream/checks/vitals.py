@@ -1,0 +1,125 @@
+"""Signs of life of a process, read from outside of it: computing, moving bytes, waking up.
+
+Reads ``/proc`` and changes nothing; on a system without it a process shows no signs.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from os import sysconf
+from pathlib import Path
+
+PROC = Path("/proc")
+_TICKS = sysconf("SC_CLK_TCK")
+
+CPU_SHARE, CPU_TICKS = 0.02, 0.05
+"""Of one core, and seconds beside it: a process that computes less is still."""
+BYTES_PER_SECOND = 32 * 1024
+"""Read and written: a process that moves fewer is still."""
+SWITCHES_PER_SECOND = 5.0
+"""Of the main thread: a thread that wakes up less often waits for one thing."""
+
+STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "D": "waits for a disk"}
+"""States of a process that say why it is still."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """Sums since the start of a process: its CPU seconds and bytes moved, those of its descendants
+    (workers that load data, compilers) included, and how often its main thread has waited."""
+
+    cpu: float = 0.0
+    moved: int = 0
+    switches: int = 0
+
+    def show_life_since(self, earlier: Vitals, seconds: float, *, computing: bool = True) -> bool:
+        """Tell whether the process has done anything for ``seconds``.
+
+        Args:
+            earlier: what it had done before.
+            seconds: between the two.
+            computing: whether computing is a sign of life; not of a thread that spins.
+
+        Example:
+            >>> Vitals(cpu=3.0).show_life_since(Vitals(cpu=2.0), 1.0)
+            True
+            >>> Vitals(cpu=2.05).show_life_since(Vitals(cpu=2.0), 1.0)
+            False
+        """
+        return (
+            (computing and self.cpu - earlier.cpu > CPU_SHARE * seconds + CPU_TICKS)
+            or self.moved - earlier.moved > BYTES_PER_SECOND * (seconds + 1)
+            or self.switches - earlier.switches > SWITCHES_PER_SECOND * (seconds + 1)
+        )
+
+
+def vitals(pid: int, without: int | None = None, proc: Path = PROC) -> Vitals:
+    """What the process ``pid`` has done so far, but for its thread ``without``, which looks at it
+    here; nothing where it is gone."""
+    cpu, moved = 0.0, 0
+    for process in (pid, *_descendants(pid, proc)):
+        used = _used(proc / str(process))
+        cpu, moved = cpu + used[0], moved + used[1]
+    if without is not None:
+        used = _used(proc / f"{pid}/task/{without}")
+        cpu, moved = cpu - used[0], moved - used[1]
+    switches = 0
+    with suppress(OSError, ValueError):
+        switches = _value(proc / f"{pid}/task/{pid}/status", "voluntary_ctxt_switches")
+    return Vitals(cpu, moved, switches)
+
+
+def state(pid: int, proc: Path = PROC) -> str | None:
+    """The letter by which the kernel names the state of a process; None: there is no such one."""
+    try:
+        return (proc / f"{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
+
+
+def unsent(proc: Path = PROC) -> list[str]:
+    """Addresses to which this host sends again and again what nobody confirms."""
+    found = set()
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError, ValueError, IndexError):
+            for line in (proc / f"self/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                waiting, attempts = int(fields[4].partition(":")[0], 16), int(fields[6], 16)
+                if waiting and attempts >= 2:
+                    found.add(_address(fields[2].partition(":")[0]))
+    return sorted(found)
+
+
+def _used(folder: Path) -> tuple[float, int]:
+    """CPU seconds and bytes moved of a process or thread."""
+    with suppress(OSError, ValueError, IndexError):
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        cpu = (int(fields[11]) + int(fields[12])) / _TICKS
+        return cpu, sum(_value(folder / "io", key) for key in ("rchar", "wchar"))
+    return 0.0, 0
+
+
+def _descendants(pid: int, proc: Path) -> list[int]:
+    found: list[int] = []
+    with suppress(OSError, ValueError):
+        for children in proc.glob(f"{pid}/task/*/children"):
+            for child in map(int, children.read_text().split()):
+                found += [child, *_descendants(child, proc)]
+    return found
+
+
+def _value(path: Path, key: str) -> int:
+    """The number in the line ``key: number`` of a file; 0: there is no such line."""
+    lines = (line.partition(":") for line in path.read_text().splitlines())
+    return next((int(value) for name, _, value in lines if name == key), 0)
+
+
+def _address(hexadecimal: str) -> str:
+    """An address as the kernel's tables write it: words of 4 bytes, each reversed."""
+    words = [bytes.fromhex(hexadecimal[i : i + 8])[::-1] for i in range(0, len(hexadecimal), 8)]
+    if len(words) == 4 and words[:2] == [bytes(4)] * 2:  # IPv4 inside IPv6
+        words = words[3:]
+    if len(words) == 1:
+        return ".".join(map(str, words[0]))
+    return ":".join(word.hex()[i : i + 4] for word in words for i in (0, 4))

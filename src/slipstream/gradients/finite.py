@@ -1,0 +1,39 @@
+"""Whether gradients are finite, with few calls where they are many and small."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from slipstream.codecs.compressor import any_infinite
+
+SMALL = 16 * 1024
+"""Elements below which a call costs more than its work."""
+
+
+def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
+    """Whether no value is infinite or NaN.
+
+    Example:
+        >>> all_finite([torch.ones(3), torch.tensor([1.0, torch.inf])])
+        False
+    """
+    values = [_values(gradient) for gradient in gradients]
+    small = [v for v in values if v.numel() < SMALL and v.numel() and v.is_floating_point()]
+    large = [v for v in values if v.numel() >= SMALL or not v.is_floating_point()]
+    if small and not torch.stack(torch._foreach_norm(small)).isfinite().all():
+        large += small  # a norm overflows sooner than a value
+    found = [any_infinite(v) for v in large]
+    return not found or not torch.stack(found).any()
+
+
+def first_nonfinite(gradients: Iterable[tuple[str, torch.Tensor | None]]) -> str:
+    """The name of the first gradient that is not finite; empty: there is none."""
+    found = (name for name, one in gradients if one is not None and not all_finite([one]))
+    return next(found, "")
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    values = gradient._values() if gradient.is_sparse else gradient
+    return torch.view_as_real(values) if values.is_complex() else values

@@ -1,0 +1,204 @@
+"""Ranks that hang, leave or fail: the others end, and name the right one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import slipstream
+from slipstream.checks.autopsy import Autopsy
+from slipstream.errors import HangError
+from tests.harness.ranks import RankFailure, Ranks
+
+BAD, AT, TIMEOUT = 1, 5, 6.0
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    with Ranks(3) as ranks:
+        yield ranks
+
+
+def opened(folder: Path, **strategy: object) -> slipstream.Session:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checks = {"timeout": TIMEOUT, "folder": str(folder)}
+    return slipstream.accelerate(model, optimizer, strategy={"checks": checks, **strategy})
+
+
+def train(session: slipstream.Session, batches: int) -> None:
+    for _ in range(batches):
+        session.backward(session.model(torch.ones(2, 4)).square().mean())
+        session.step()
+
+
+def sleep() -> None:
+    time.sleep(1000)
+
+
+def load() -> None:
+    data = torch.utils.data.DataLoader([0], batch_size=None, collate_fn=lambda _: sleep())
+    next(iter(data))
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise ValueError("bad sample 17")
+
+
+def exchange_alone() -> None:
+    dist.all_reduce(torch.ones(3))
+
+
+FAULTS = {
+    "sleep": (sleep, "never entered segment 1 of 1"),
+    "load": (load, "it waits for data in test_heartbeat.py"),
+    "stop": (stop, "is silent: its process is stopped"),
+    "kill": (kill, "is silent: its process is"),
+    "fail": (fail, "has ended with ValueError: bad sample 17 after 5 updates"),
+    "leave": (lambda: None, "has left its loop after 5 updates"),
+    "another exchange": (exchange_alone, "is in an exchange"),
+}
+
+
+def with_a_fault(fault: str, folder: Path, strategy: dict[str, object]) -> None:
+    with opened(folder, **strategy) as session:
+        train(session, AT)
+        if dist.get_rank() == BAD:
+            FAULTS[fault][0]()
+        else:
+            train(session, AT)
+    if fault == "leave" and dist.get_rank() == BAD:
+        time.sleep(8)  # it lives, and no connection breaks
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_others_end_and_name_the_rank(three, tmp_path, fault):
+    # a stopped process never answers: the pool kills it
+    limit = 40 if fault == "stop" else 90
+    with pytest.raises(RankFailure) as caught:
+        three.run(with_a_fault, fault, tmp_path, {}, timeout=limit)
+    errors, words = caught.value.errors, FAULTS[fault][1]
+    autopsy = Autopsy.read(tmp_path)
+    assert autopsy.blamed == (BAD,)
+    assert words in autopsy.verdict
+    for rank in {0, 1, 2} - {BAD}:
+        if errors[rank] == "the process died":  # an exchange with a stopped peer never breaks
+            assert fault == "stop"
+        else:
+            assert isinstance(errors[rank], HangError), errors
+            assert str(errors[rank]).startswith(f"rank {rank}: {autopsy.verdict}")
+    last_word = fault not in ("stop", "kill")  # else it is of some time before
+    assert autopsy.cases[BAD].state.step == AT or not last_word
+
+
+# What is no hang.
+
+
+def evaluates(folder: Path) -> int:
+    with opened(folder) as session:
+        train(session, AT)
+        if dist.get_rank() == BAD:
+            began = time.monotonic()
+            while time.monotonic() - began < 2 * TIMEOUT:
+                session.model(torch.ones(64, 4))
+        train(session, AT)
+        return session.updates
+
+
+def test_a_rank_that_evaluates_for_long_does_not_hang(three, tmp_path):
+    assert three.run(evaluates, tmp_path) == [2 * AT] * 3
+    assert not [*tmp_path.iterdir()]
+
+
+def receives(folder: Path) -> int:
+    with opened(folder) as session:
+        train(session, AT)
+        if dist.get_rank() == BAD:
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                sender = threading.Thread(target=sends, args=(theirs,))
+                sender.start()
+                while ours.recv(1) != b"e":
+                    pass
+                sender.join()
+        train(session, AT)
+        return session.updates
+
+
+def sends(link: socket.socket) -> None:
+    for _ in range(int(2 * TIMEOUT / 0.02)):
+        link.send(b"x")
+        time.sleep(0.02)
+    link.send(b"e")
+
+
+def test_a_rank_that_receives_slowly_does_not_hang(three, tmp_path):
+    assert three.run(receives, tmp_path) == [2 * AT] * 3
+
+
+def all_pause(folder: Path) -> int:
+    with opened(folder) as session:
+        train(session, AT)
+        time.sleep(1.5 * TIMEOUT)
+        train(session, AT)
+        return session.updates
+
+
+def test_ranks_that_all_pause_do_not_hang(three, tmp_path):
+    assert three.run(all_pause, tmp_path) == [2 * AT] * 3
+
+
+def begins_slowly(folder: Path) -> int:
+    with opened(folder) as session:
+        if dist.get_rank() == BAD:
+            time.sleep(1.5 * TIMEOUT)
+        train(session, AT)
+        return session.updates
+
+
+def test_a_first_update_may_take_long(three, tmp_path):
+    assert three.run(begins_slowly, tmp_path) == [AT] * 3
+
+
+def closes_early(folder: Path) -> None:
+    with opened(folder) as session:
+        train(session, AT)
+        if dist.get_rank() == BAD:
+            session.close()
+            time.sleep(1.5 * TIMEOUT)
+        dist.barrier()  # of the script, with the session still open elsewhere
+
+
+def test_an_exchange_of_the_script_may_wait_for_a_rank_that_is_done(three, tmp_path):
+    three.run(closes_early, tmp_path)
+
+
+def switched_off(folder: Path) -> list[str]:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with slipstream.accelerate(model, optimizer, strategy={"checks": {"timeout": None}}):
+        return [thread.name for thread in threading.enumerate()]
+
+
+def test_it_is_off_where_asked_and_on_one_rank(three, tmp_path):
+    assert all("slipstream-heartbeat" not in names for names in three.run(switched_off, tmp_path))
+    with opened(tmp_path):
+        names = [thread.name for thread in threading.enumerate()]
+    assert "slipstream-heartbeat" not in names
