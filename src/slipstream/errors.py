@@ -11,6 +11,7 @@
     |-- ExchangeError   (RuntimeError)  an exchange failed: names rank, step, segment and parameters
     |-- HangError       (RuntimeError)  the run hangs: names the rank to blame, and where it is
     |-- NonFiniteError  (RuntimeError)  gradients are infinite or NaN: names rank, step, parameter
+    |-- ProofError      (RuntimeError)  ranks have drifted apart, or averaged wrongly: names both
     |-- DataError       (RuntimeError)  samples could not be read; names them
     |-- OffloadError    (RuntimeError)  activations cannot be offloaded or fetched back
     |-- LaunchError     (RuntimeError)  a script could not be started
@@ -62,6 +63,10 @@ class HangError(SlipstreamError, RuntimeError):
 
 class NonFiniteError(SlipstreamError, RuntimeError):
     """Gradients are infinite or NaN; names the rank that had them, step and first parameter."""
+
+
+class ProofError(SlipstreamError, RuntimeError):
+    """Ranks have drifted apart, or an average is wrong; names rank, update and tensor."""
 
 
 class DataError(SlipstreamError, RuntimeError):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from slipstream.checks.sketch import AverageSample
 from slipstream.gradients.compressed import NamedState
 from slipstream.gradients.layout import Gradient
 from slipstream.gradients.ready_order import ReadyOrder
@@ -58,6 +59,9 @@ class GradientEngine:
         """Whether this rank's own gradients were not finite, and the first parameter whose average
         is not, as far as this rank has averages; empty: none."""
         return False, ""
+
+    def sample(self, sample: AverageSample | None) -> None:
+        """Let the next exchanges fill a sample, or none."""
 
     def local_only(self, on: bool) -> None:
         """Whether gradients may come outside of ``begin`` and ``end``; they stay on this rank."""

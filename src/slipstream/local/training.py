@@ -328,6 +328,24 @@ class LocalTraining:
                 self._take_turn()
             self._exchanges.land()
 
+    @property
+    def meetings(self) -> int:
+        """Fragments merged so far, on all ranks in the same order."""
+        return sum(meeting.done for meeting in self._meetings)
+
+    def meetings_in(self, updates: int) -> int:
+        """How many fragments meet in so many updates, at least 1."""
+        return max(1, updates * len(self._meetings) // self._config.steps)
+
+    def alike(self) -> dict[str, torch.Tensor]:
+        """What all ranks have the same bits of, once they have merged as many meetings."""
+        return {
+            f"the outer parameters of fragment {number + 1} ({meeting.fragment.names[0]} ...)": (
+                meeting.outer
+            )
+            for number, meeting in enumerate(self._meetings)
+        }
+
     def state(self) -> dict[str, Any]:
         """State that all ranks have alike: outer parameters, momentum, means not merged yet."""
         self._settle_down()

@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore
 
 from slipstream.checks.heartbeat import Heartbeat, Progress
 from slipstream.cluster.connect import Cluster
@@ -25,6 +26,7 @@ from slipstream.fusion.optimizer import FusedOptimizer
 from slipstream.local.checks import check_loader
 from slipstream.local.model import LocalModel
 from slipstream.local.open_training import OpenTraining
+from slipstream.local.training import LocalTraining
 from slipstream.memory import offload, recompute
 from slipstream.parallel.dims import ParallelDims
 from slipstream.parallel.model import ModelParallel
@@ -47,6 +49,7 @@ from slipstream.session.handles import Handle, HandleStack
 from slipstream.session.loading import install_balance, install_loader, useful_loading
 from slipstream.session.loop import TrainingLoop
 from slipstream.session.members import Members
+from slipstream.session.proof import Proof
 from slipstream.session.session import M, O, Session
 from slipstream.session.state import SessionState
 from slipstream.session.step_hooks import StepHooks
@@ -102,7 +105,8 @@ def compose(
         handles.callback(_accelerated.difference_update, modules)
         # First, so that installing is watched, and closed last, when all that communicates is done.
         progress = Progress()
-        heartbeat = _heartbeat(strategy, cluster, control, progress, handles)
+        name = None if control is None else broadcast_from_first(uuid4().hex, control)
+        heartbeat = _heartbeat(strategy, cluster, name, progress, handles)
         # Before the rest, which records its spans with it.
         space = search_space(model, optimizer, strategy, cluster, control)
         recorder = _recorder(strategy, cluster, space)
@@ -166,6 +170,7 @@ def compose(
             members=members,
             device=cluster.device,
             local=local,
+            proof=_proof(given, exchange, local, name),
             on_nonfinite=strategy.checks.nonfinite,
             progress=progress,
             explaining=nullcontext if heartbeat is None else heartbeat.explaining,
@@ -193,17 +198,17 @@ def compose(
 def _heartbeat(
     strategy: Strategy,
     cluster: Cluster,
-    control: dist.ProcessGroup | None,
+    name: str | None,
     progress: Progress,
     handles: HandleStack,
 ) -> Heartbeat | None:
-    """Watch that no rank hangs, if there are others."""
+    """Watch that no rank hangs, if there are others; ``name``: of the session, on all of them."""
     checks = strategy.checks
-    if control is None or checks.timeout is None:
+    if name is None or checks.timeout is None:
         return None
     heartbeat = Heartbeat(
         cluster.store,
-        broadcast_from_first(uuid4().hex, control),
+        name,
         cluster.rank,
         cluster.world_size,
         cluster.environment.host,
@@ -263,6 +268,22 @@ def _offload(given: Given) -> None:
     if config is not None:
         local_ranks = cluster.environment.local_world_size
         given.handles.add(offload(given.model, config, local_ranks=local_ranks, rank=cluster.rank))
+
+
+def _proof(
+    given: Given, exchange: GradientExchange, local: LocalTraining | None, name: str | None
+) -> Proof | None:
+    """Compare ranks now and then, if the strategy asks for it."""
+    config = given.strategy.checks
+    if config.every is None:
+        return None
+    store = None
+    if name is not None and not isinstance(local, OpenTraining):
+        store = PrefixStore(f"slipstream/proof/{name}", given.cluster.store)
+    model, optimizer = given.model, given.optimizer
+    return Proof(
+        config, model, optimizer, exchange.engine, given.dims, exchange.sharding, local, store
+    )
 
 
 def _tracer(

@@ -31,6 +31,7 @@ from slipstream.session import messages
 from slipstream.session.accumulation import AccumulationWindow
 from slipstream.session.exchanging import GradientExchange
 from slipstream.session.members import Members
+from slipstream.session.proof import Proof
 from slipstream.session.step_hooks import StepHooks
 from slipstream.session.tracing import Tracer
 
@@ -52,6 +53,7 @@ class TrainingLoop:
         members: the parameters that are trained.
         device: of the model.
         local: holds the meetings of ranks that train on their own; None: they do not.
+        proof: compares ranks now and then; None: it is not asked for.
         on_nonfinite: what happens where gradients are infinite or NaN without a loss scale.
         progress: is told of each update.
         explaining: turns an exchange that failed inside into an error that says why.
@@ -76,6 +78,7 @@ class TrainingLoop:
         members: Members,
         device: torch.device,
         local: LocalTraining | None = None,
+        proof: Proof | None = None,
         on_nonfinite: str = "raise",
         progress: Progress,
         explaining: Callable[[], AbstractContextManager[object]] = nullcontext,
@@ -86,7 +89,7 @@ class TrainingLoop:
         self.dims, self.window, self.precision = dims, window, precision
         self.tracer, self.members, self.local = tracer, members, local
         self.progress, self.explaining = progress, explaining
-        self._on_nonfinite = on_nonfinite
+        self._on_nonfinite, self.proof = on_nonfinite, proof
         self.steps = self.skipped = self.backwards = 0
         self._parameters = tuple(model.parameters())
         self._compared = False  # the first batches of ranks that share the model
@@ -147,6 +150,8 @@ class TrainingLoop:
             weight = self.window.weight
             part = part * weight if weight != 1.0 else part
             part = part / self.window.accumulate if self.window.accumulate > 1 else part
+            if self.proof is not None and self.update_follows:
+                self.proof.replay(part, self.steps)
             part.backward(retain_graph=retain_graph)
 
         self._run_backward(run, loss_scale)
@@ -212,6 +217,8 @@ class TrainingLoop:
         self.members.check_model()
         self.tracer.backward_begins(dummy_batch=dummy_batch)
         exchange = self.update_follows
+        if self.proof is not None and exchange:
+            self.proof.begin(self.steps)
         self.engine.begin(exchange=exchange, scale=self.window.scale, loss_scale=loss_scale)
         try:
             if not dummy_batch:  # such a rank takes part in the exchange, with zeros
@@ -335,6 +342,8 @@ class TrainingLoop:
         self.members.check_optimizer()
         self.whole.check_gradients()
         self.engine.check_averages(by_hand=by_hand)
+        if self.proof is not None:
+            self.proof.before_update()
         skip = self._overflowed()
         self.tracer.update_begins()
         if not skip:
@@ -361,6 +370,8 @@ class TrainingLoop:
             if skip is not None:
                 self._meet()
         self._broken_off = False
+        if self.proof is not None:
+            self.proof.updated(self.steps, used=skip is False)
 
     def _step_begins(self, closure: object) -> None:
         """``optimizer.step()`` is called, here or by hand."""

@@ -302,6 +302,8 @@ class Session(Generic[M, O]):
     def _load(self, state: Mapping[str, Any]) -> None:
         self._loop.steps = self._state.load(state)
         self._loop.momentum_correction.restored()
+        if self._loop.proof is not None:
+            self._loop.proof.forget()
 
     def checkpoint(self, *parts: Part, sharded: bool = False) -> dict[str, Any]:
         """Collect all that a run needs in order to go on, on any number of ranks; call it on all

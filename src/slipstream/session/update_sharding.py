@@ -89,6 +89,11 @@ class UpdateSharding:
         self.watch = GradientWatch(optimizer)
         self.any_rank = AnyRank(dims)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank updates a shard, now."""
+        return self._config is not None
+
     def use(
         self, config: ShardedConfig | None, transport: Transport | None, engine: Engine
     ) -> None:

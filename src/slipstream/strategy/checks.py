@@ -33,3 +33,13 @@ class ChecksConfig(Setting):
 
     Where a loss scale is at work, such updates are skipped.
     """
+
+    every: int | None = Field(default=None, ge=1, examples=[100])
+    """Updates after which ranks prove that they have not drifted apart; null: never.
+
+    They compare digests of parameters, buffers and optimizer, and compute the average of a sampled
+    segment a second way.
+    """
+
+    replay: bool = False
+    """Compute the gradients of the updates of ``every`` twice, and compare their bits."""

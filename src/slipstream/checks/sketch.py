@@ -1,0 +1,177 @@
+"""An average computed a second way: from two numbers of each rank's gradients.
+
+A sketch is the sum of values with random signs, twice, with other signs. It is linear: the sketches
+of all ranks' gradients, added up and scaled, are those of the average, but for rounding. So a few
+numbers tell whether an average is one, and, where it is not, whose part is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+import torch
+
+EXACT, NARROW = 1e-4, 0.05
+"""Largest differences, in shares of the gradients' norm, of sums in 32 bits and of those in 16."""
+SIGNS = 2
+
+
+def sketch(values: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """The sums of ``values`` with each row of ``signs``, in fp64.
+
+    Example:
+        >>> sketch(torch.tensor([1.0, 2.0]), torch.tensor([[1, 1], [1, -1]])).tolist()
+        [3.0, -1.0]
+    """
+    flat = values.detach().reshape(1, -1)
+    return (signs.reshape(SIGNS, -1) * flat.to(torch.float64)).sum(1)
+
+
+def random_signs(shape: torch.Size, seed: int, device: torch.device) -> torch.Tensor:
+    """Signs for each value of a tensor, the same on all ranks: int8, ``SIGNS`` of them."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(0, 2, (SIGNS, *shape), generator=generator, dtype=torch.int8)
+    return (2 * bits - 1).to(device)
+
+
+@dataclass(frozen=True, slots=True)
+class Sketched:
+    """What one rank knows of a sampled average.
+
+    Attributes:
+        own: the sketch of its gradients, scaled as the average is.
+        norm: of these gradients, scaled.
+        average: the sketch of what came back, or of its part of it.
+        used: the sketch of what the optimizer gets.
+    """
+
+    own: tuple[float, ...]
+    norm: float
+    average: tuple[float, ...]
+    used: tuple[float, ...]
+
+
+def wrong_average(ranks: Sequence[Sketched], *, in_parts: bool, tolerance: float) -> str | None:
+    """Say what is wrong with an average, and whose part is missing; None: nothing.
+
+    Args:
+        ranks: of all ranks that averaged.
+        in_parts: whether each has a part of the average, and not all of it.
+        tolerance: `EXACT` or `NARROW`.
+
+    Example:
+        >>> two = [Sketched((1.0, 2.0), 2.0, (1.0, 2.0), (1.0, 2.0)),
+        ...        Sketched((4.0, -1.0), 4.0, (1.0, 2.0), (1.0, 2.0))]
+        >>> wrong_average(two, in_parts=False, tolerance=EXACT)
+        'the gradients of rank 1 are missing in the average'
+    """
+    own = torch.tensor([rank.own for rank in ranks], dtype=torch.float64)
+    allowed = tolerance * max(sum(rank.norm for rank in ranks), 1e-30)
+    expected = own.sum(0)
+    averages = torch.tensor([rank.average for rank in ranks], dtype=torch.float64)
+    if in_parts:
+        averages = averages.sum(0, keepdim=True)
+    wrong = [r for r, average in enumerate(averages) if not _near(average, expected, allowed)]
+    if not wrong:
+        return None
+    found = averages[wrong[0]]
+    if 0 < len(wrong) < len(averages):
+        words = ", ".join(map(str, wrong))
+        kept = (
+            "its own gradients" if _is_multiple(found, own[wrong[0]], allowed) else "other values"
+        )
+        return f"rank {words} did not get the average of all ranks, but has {kept}"
+    for rank, part in enumerate(own):
+        if _near(found, expected - part, allowed):
+            return f"the gradients of rank {rank} are missing in the average"
+        if _near(found, part, allowed):
+            return f"the average is the gradients of rank {rank} alone"
+    if _near(found, expected / len(ranks), allowed):
+        return "the average was divided by the number of ranks twice"
+    if _near(found, expected * len(ranks), allowed):
+        return "the average was not divided by the number of ranks"
+    ratio = float(found @ expected / (expected @ expected))
+    return f"the average is not that of the ranks' gradients (it is about {ratio:.3g} times that)"
+
+
+def divided_again(ranks: Sequence[Sketched]) -> bool:
+    """Whether the script has divided an average by the number of ranks, which it was already."""
+    if len(ranks) < 2:
+        return False
+    for rank in ranks:
+        average = torch.tensor(rank.average, dtype=torch.float64)
+        used = torch.tensor(rank.used, dtype=torch.float64)
+        if not _near(used * len(ranks), average, 1e-5 * float(average.norm())):
+            return False
+        if not float(average.norm()):
+            return False
+    return True
+
+
+def _near(one: torch.Tensor, other: torch.Tensor, allowed: float) -> bool:
+    return bool(((one - other).abs() <= allowed).all())
+
+
+def _is_multiple(found: torch.Tensor, own: torch.Tensor, allowed: float) -> bool:
+    length = float(own @ own)
+    if not length:
+        return False
+    return _near(found, own * (float(found @ own) / length), allowed)
+
+
+class AverageSample:
+    """Sketches of some gradients of one segment, as one rank sees them before and after.
+
+    Args:
+        seed: chooses the segment and the signs; the same on all ranks.
+    """
+
+    MOST = 8
+    """Gradients that are sketched: many small ones would cost more than they tell."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.names: tuple[str, ...] = ()
+        self.tolerance = EXACT
+        self._scale = 1.0
+        self._seen: set[str] = set()
+        self._sums = {kind: torch.zeros(SIGNS, dtype=torch.float64) for kind in _KINDS}
+        self._square = 0.0
+
+    def open(self, names: Sequence[str], scale: float, *, narrow: bool) -> None:
+        """Choose gradients; ``scale`` makes the sum over ranks their average."""
+        self.names, self._scale = tuple(names[: self.MOST]), scale
+        self.tolerance = NARROW if narrow else EXACT
+
+    def own(self, name: str, gradient: torch.Tensor) -> None:
+        """Take this rank's gradient, once."""
+        if name not in self._seen:
+            self._seen.add(name)
+            values = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+            self._add("own", sketch(values, self.signs(name, values)) * self._scale)
+            self._square += float(values.to(torch.float64).norm() * self._scale) ** 2
+
+    def average(self, name: str, value: torch.Tensor, signs: torch.Tensor | None = None) -> None:
+        """Take what came back: all of it, or a part, with the ``signs`` of that."""
+        self._add("average", sketch(value, self.signs(name, value) if signs is None else signs))
+
+    def used(self, name: str, value: torch.Tensor) -> None:
+        """Take what the optimizer gets."""
+        self._add("used", sketch(value, self.signs(name, value)))
+
+    def signs(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """The signs of a gradient."""
+        return random_signs(like.shape, self.seed + crc32(name.encode()), like.device)
+
+    def result(self) -> Sketched:
+        """All that this rank knows."""
+        own, average, used = (tuple(self._sums[kind].tolist()) for kind in _KINDS)
+        return Sketched(own, self._square**0.5, average, used)
+
+    def _add(self, kind: str, value: torch.Tensor) -> None:
+        self._sums[kind] += value.cpu()
+
+
+_KINDS = ("own", "average", "used")

@@ -1,0 +1,302 @@
+"""The proof that no update went wrong: ranks compare what must be equal, every so many updates.
+
+[Note: What is compared]
+Between ranks that hold the same part of the model, and update all of it: digests of parameters,
+buffers, the optimizer's state and its settings; where each updates a shard, its own state is left
+out; where ranks train on their own, what all of them have alike counts. On each rank, with itself:
+what codecs keep must be there unchanged when the next exchange begins. And the average of a sampled
+segment is computed a second way (``checks.sketch``). Only where digests differ, those of single
+tensors are compared, too.
+
+Ranks that train on their own make different numbers of updates, and nobody must wait: they write
+the digests of what they share after a meeting into the store of the run, and look at those of
+others that are there.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.distributed_c10d import Store
+
+from slipstream.checks.digest import Digest, digest
+from slipstream.checks.sketch import AverageSample, divided_again, wrong_average
+from slipstream.errors import ProofError
+from slipstream.gradients.interface import GradientEngine
+from slipstream.local.training import LocalTraining
+from slipstream.parallel.dims import ParallelDims, gather_objects
+from slipstream.session.update_sharding import UpdateSharding
+from slipstream.strategy import ChecksConfig
+
+Named = Mapping[str, torch.Tensor]
+
+
+class Proof:
+    """Compares ranks after every so many updates.
+
+    Args:
+        config: says how often.
+        model, optimizer: the user's.
+        engine: averages the gradients.
+        dims: the ranks that hold the same part of the model.
+        sharding: says whether each rank updates a shard.
+        local: holds what is alike where ranks train on their own; None: they do not.
+        store: of the run; None: one process.
+    """
+
+    def __init__(
+        self,
+        config: ChecksConfig,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        engine: GradientEngine,
+        dims: ParallelDims,
+        sharding: UpdateSharding,
+        local: LocalTraining | None,
+        store: Store | None,
+    ) -> None:
+        self._store, self._meetings = store, 0
+        self._every, self._replays = config.every, config.replay
+        self._model, self._optimizer, self._engine = model, optimizer, engine
+        self._dims, self._sharding, self._local = dims, sharding, local
+        self._sample: AverageSample | None = None
+        self._kept: dict[str, Digest] | None = None  # by parameter, of codecs, after an update
+        self._warned = False
+
+    def is_due(self, step: int) -> bool:
+        """Whether the update after ``step`` updates is checked."""
+        return self._every is not None and (step + 1) % self._every == 0
+
+    def forget(self) -> None:
+        """Something was loaded: what codecs keep is not that of the last update."""
+        self._kept = None
+
+    # In the order of an update.
+
+    def begin(self, step: int) -> None:
+        """A backward pass that ends in an exchange begins.
+
+        Raises:
+            ProofError: what a codec keeps has changed since the last update.
+        """
+        kept, self._kept = self._kept, None
+        if kept is not None and kept != (now := self._codec_digests()):
+            changed = next(name for name in {**kept, **now} if kept.get(name) != now.get(name))
+            raise ProofError(
+                f"update {step + 1}: what the codec keeps of {changed} on this rank (its residual) "
+                "was lost or changed since the last update; leave the codec's state to the "
+                "session, and load it by session.restore() alone"
+            )
+        self._sample = None
+        if self.is_due(step) and self._dims.data is not None and not self._apart:
+            self._sample = AverageSample(step)
+        self._engine.sample(self._sample)
+
+    def replay(self, loss: torch.Tensor, step: int) -> None:
+        """Compute the gradients of a loss twice where a check is due and that is asked for; they
+        are left nowhere.
+
+        Raises:
+            ProofError: they differ.
+        """
+        if not self._replays or not self.is_due(step):
+            return
+        named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
+        parameters = [p for _, p in named]
+        twice = [
+            torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+            for _ in range(2)
+        ]
+        for (name, _), one, other in zip(named, *twice, strict=True):
+            if one is not None and digest([one]) != digest([other]):
+                raise ProofError(
+                    f"the gradient of {name} was computed twice from one graph, and differs: a "
+                    "kernel that is not deterministic (torch.use_deterministic_algorithms tells), "
+                    "or a device that computes wrongly"
+                )
+
+    def before_update(self) -> None:
+        """The optimizer is about to step: look at what it gets."""
+        sample = self._sample
+        if sample is None or self._sharding.is_sharded:
+            return
+        names = {*sample.names}
+        for name, parameter in self._model.named_parameters():
+            if name in names and parameter.grad is not None:
+                sample.used(name, parameter.grad)
+
+    def updated(self, step: int, *, used: bool) -> None:
+        """``step`` updates are done; collective where a check was due.
+
+        Raises:
+            ProofError: on all ranks alike.
+        """
+        if self._dims.data is None:
+            return
+        if self._apart:
+            self._check_meetings(step)
+            return
+        if not used or not self.is_due(step - 1):
+            return
+        self._check_average(step)
+        self._check_alike(step)
+        self._kept = self._codec_digests() or None
+
+    @property
+    def _apart(self) -> bool:
+        """Whether ranks train on their own now."""
+        return self._local is not None and not self._local.warms_up
+
+    # The average.
+
+    def _check_average(self, step: int) -> None:
+        sample, self._sample = self._sample, None
+        self._engine.sample(None)
+        if sample is None or not sample.names:
+            return
+        assert self._dims.data is not None
+        ranks = gather_objects(sample.result(), "the sketches of an average", self._dims.data)
+        sharded = self._sharding.is_sharded
+        wrong = wrong_average(ranks, in_parts=sharded, tolerance=sample.tolerance)
+        if wrong is None and not sharded and divided_again(ranks):
+            wrong = (
+                "the average was divided by the number of ranks once more between backward() and "
+                "step(): session.backward() leaves the average, not the sum"
+            )
+        if wrong is not None:
+            raise ProofError(f"update {step}, {_some(sample.names)}: {self._by_rank(wrong)}")
+        own = Counter(rank.own for rank in ranks if rank.norm)
+        if not self._warned and max(own.values(), default=1) > 1:
+            self._warned = True
+            same = [r for r, rank in enumerate(ranks) if own[rank.own] > 1]
+            warnings.warn(
+                f"update {step}: ranks {', '.join(map(str, same))} had the same gradients bit for "
+                "bit, so they train on the same data; shard it by session.data_rank and "
+                "session.data_size (a DistributedSampler)",
+                stacklevel=2,
+            )
+
+    def _by_rank(self, words: str) -> str:
+        """Ranks of the world, where a rank of the data is none."""
+        if self._dims.data_ranks == tuple(range(len(self._dims.data_ranks))):
+            return words
+        return f"{words} (of the ranks {', '.join(map(str, self._dims.data_ranks))}, from 0)"
+
+    # What must be alike after a meeting.
+
+    def _check_meetings(self, step: int) -> None:
+        """Compare what ranks share that train on their own, after every so many meetings."""
+        local, store, every = self._local, self._store, self._every
+        assert local is not None
+        assert every is not None
+        done = local.meetings
+        if store is None or done // local.meetings_in(every) == self._meetings:
+            return
+        self._meetings = done // local.meetings_in(every)
+        own = {name: digest([tensor]) for name, tensor in local.alike().items()}
+        rank, ranks = self._dims.data_rank, len(self._dims.data_ranks)
+        store.set(f"meeting/{done}/{rank}", json.dumps(own))
+        for other in range(ranks) if rank == 0 else (0, (rank + 1) % ranks):
+            key = f"meeting/{done}/{other}"
+            if other == rank or not store.check([key]):
+                continue
+            theirs = json.loads(store.get(key))
+            for name, value in own.items():
+                if list(value) != theirs.get(name):
+                    raise ProofError(
+                        f"update {step}: {name} differs between ranks "
+                        f"{self._dims.data_ranks[rank]} and {self._dims.data_ranks[other]} after "
+                        f"{done} meetings, though all ranks share it"
+                    )
+
+    # What must be alike.
+
+    def _check_alike(self, step: int) -> None:
+        data = self._dims.data
+        assert data is not None
+        groups = self._alike()
+        own: dict[str, Any] = {"the optimizer's settings": self._settings()}  # causes first
+        own |= {what: digest(named().values()) for what, named in groups.items()}
+        everyone = gather_objects(own, "the digests of all ranks", data)
+        for what in own:
+            if len({digests[what] for digests in everyone}) == 1:
+                continue
+            named = groups.get(what, self._single_settings)()
+            single = {
+                name: digest([t]) if isinstance(t, torch.Tensor) else t for name, t in named.items()
+            }
+            details = gather_objects(single, "the digests of single tensors", data)
+            raise ProofError(f"update {step}: {self._apart_in(what, details)}")
+
+    def _alike(self) -> dict[str, Callable[[], Mapping[str, Any]]]:
+        """What is equal on all ranks, and how to get it; what is changed first comes first."""
+        groups: dict[str, Callable[[], Mapping[str, Any]]] = {}
+        if not self._sharding.is_sharded:
+            groups["the optimizer's state"] = self._optimizer_state
+        groups["parameters"] = lambda: dict(self._model.named_parameters())
+        groups["buffers"] = lambda: dict(self._model.named_buffers())
+        return groups
+
+    def _optimizer_state(self) -> Named:
+        names = {p: name for name, p in self._model.named_parameters()}
+        held = [p for group in self._optimizer.param_groups for p in group["params"]]
+        return {
+            f"{key} of {names.get(p, f'parameter {number}')}": value
+            for number, p in enumerate(held)
+            for key, value in sorted(
+                self._optimizer.state.get(p, {}).items(), key=lambda i: str(i[0])
+            )
+            if isinstance(value, torch.Tensor)
+        }
+
+    def _single_settings(self) -> dict[str, str]:
+        return {
+            f"{key} of group {number}": repr(_plain(value))
+            for number, group in enumerate(self._optimizer.param_groups)
+            for key, value in group.items()
+            if key != "params"
+        }
+
+    def _settings(self) -> str:
+        return json.dumps(self._single_settings(), sort_keys=True)
+
+    def _apart_in(self, what: str, details: Sequence[Mapping[str, Any]]) -> str:
+        """Say where ranks differ, and which of them are few."""
+        ranks = self._dims.data_ranks
+        for name in dict.fromkeys(name for one in details for name in one):
+            values = [one.get(name) for one in details]
+            counts = Counter(map(repr, values))
+            if len(counts) == 1:
+                continue
+            (most, times), *_ = counts.most_common()
+            few = [r for r, value in zip(ranks, values, strict=True) if repr(value) != most]
+            if times <= len(values) - times:
+                few = [*ranks]
+            who = f"rank{'s' if len(few) > 1 else ''} {', '.join(map(str, few))}"
+            other = "from one another" if len(few) == len(ranks) else "from the other ranks"
+            different = " and ".join(dict.fromkeys(map(str, values)))
+            shown = f" ({different})" if what == "the optimizer's settings" else ""
+            return (
+                f"{who} differ{'' if len(few) > 1 else 's'} {other} in {what}: {name} is the first"
+                f"{shown}; they have drifted apart since the last check, {self._every} updates ago"
+            )
+        return f"ranks differ in {what}"
+
+    def _codec_digests(self) -> dict[str, Digest]:
+        """What codecs keep on this rank, by parameter."""
+        state = self._engine.codec_state() if self._every is not None else {}
+        return {name: digest(values.values()) for name, values in state.items()}
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"the segment of {names[0]}" if names else "a segment"
