@@ -47,6 +47,7 @@ _context.set_forkserver_preload(
         "transformers.models.resnet.modeling_resnet",
         "tests.harness.models",
         "tests.harness.reference",
+        "tests.harness.frozen",  # the last
     ]
 )
 
