@@ -23,12 +23,12 @@ SPLITS = {
 }
 
 
-def plans(world: int) -> list[tuple[str, str, bool, int]]:
-    """Split, transport, overlap and accumulation for every model: all pairs, not their product.
+def plans(name: str, world: int) -> list[tuple[str, str, bool, int]]:
+    """Split, transport, overlap and accumulation for a model: all pairs, not their product.
 
-    From split to split, overlap goes with a window of one and no overlap with a window of three, or
-    the other way round; so do transports with overlap, from one pair of splits to the next. Four
-    ranks do a third of it: nothing but the order of the sum differs.
+    A model is cut in every way, and meets every transport and every window, beside backward and
+    after it. The next model meets the other transport and the other window of each split. Four
+    ranks do every other split: nothing but the order of the sum differs.
     """
     windows = [((True, 1), (False, 3)), ((True, 3), (False, 1))]
     transports = [
@@ -37,12 +37,12 @@ def plans(world: int) -> list[tuple[str, str, bool, int]]:
         ("shared_memory", "direct"),
         ("sharded", "flat"),
     ]
-    every = [
-        (split, transport, *ways)
-        for n, split in enumerate(SPLITS)
-        for transport, ways in zip(transports[n // 2], windows[n % 2], strict=True)
-    ]
-    return every if world == 2 else every[::3]
+    turn = [*MODELS].index(name)
+    every = []
+    for n, split in enumerate(SPLITS):
+        which = (n // 2 + n + turn) % 2
+        every.append((split, transports[n // 2][which], *windows[n % 2][which]))
+    return every if world == 2 else every[::2]
 
 
 def train_all_ways(name: str) -> list[tuple[str, str, bool, float, float]]:
@@ -50,7 +50,7 @@ def train_all_ways(name: str) -> list[tuple[str, str, bool, float, float]]:
     case, world = MODELS[name], dist.get_world_size()
     oracles: dict[int, tuple[nn.Module, nn.Module]] = {}
     found = []
-    for split, transport, overlap, accumulate in plans(world):
+    for split, transport, overlap, accumulate in plans(name, world):
         if case.sparse and transport == "sharded":
             continue  # refused: there is nothing to cut
         optimizer = "sgd" if case.sparse or accumulate == 1 else "adamw"
