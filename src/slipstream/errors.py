@@ -9,6 +9,7 @@
     |-- MismatchError   (RuntimeError)  ranks disagree about the model or the strategy
     |-- CommError       (ValueError)    an operator of comm got invalid arguments
     |-- ExchangeError   (RuntimeError)  an exchange failed: names rank, step, segment and parameters
+    |-- CheckpointError (ValueError)    a file of a checkpoint that is damaged, or no data alone
     |-- DataError       (RuntimeError)  samples could not be read; names them
     |-- OffloadError    (RuntimeError)  activations cannot be offloaded or fetched back
     |-- LaunchError     (RuntimeError)  a script could not be started
@@ -52,6 +53,10 @@ class CommError(SlipstreamError, ValueError):
 
 class ExchangeError(SlipstreamError, RuntimeError):
     """An exchange between ranks failed; names rank, step, segment and parameters."""
+
+
+class CheckpointError(SlipstreamError, ValueError):
+    """A file of a checkpoint that cannot be read, is damaged, or holds more than data."""
 
 
 class DataError(SlipstreamError, RuntimeError):

@@ -166,13 +166,13 @@ def checked(document: Any) -> Any:
             for key in value if type(value) is dict else ():
                 if type(key) is not str:
                     raise Unreadable(
-                        f"{_place(document, value)}: the key {key!r:.80}; allowed: text"
+                        f"{place_in(document, value)}: the key {key!r:.80}; allowed: text"
                     )
         for value in inner:
             if (problem := _problem(value)) is not None:
-                raise Unreadable(f"{_place(document, value)}: {problem}")
+                raise Unreadable(f"{place_in(document, value)}: {problem}")
         level = [value for value in inner if type(value) in _CONTAINERS]
-    raise Unreadable(f"{_place(document, level[0])}: {_nested()}")
+    raise Unreadable(f"{place_in(document, level[0])}: {_nested()}")
 
 
 _CONTAINERS = (dict, list, tuple, set)
@@ -196,21 +196,28 @@ def _problem(value: Any) -> str | None:
     return None
 
 
-def _place(document: Any, wanted: Any) -> str:
-    """The place of a value as a path of keys."""
-    todo: list[tuple[Any, str]] = [(document, "")]
+def place_in(document: Any, wanted: Any) -> str:
+    """The first place of a container or value as a path of keys, from the left.
+
+    Example:
+        >>> wanted = [1]
+        >>> place_in({"a": [0, wanted]}, wanted)
+        'a[1]'
+    """
+    todo: list[tuple[Any, str, int]] = [(document, "", 0)]
     while todo:
-        value, place = todo.pop()
+        value, place, depth = todo.pop()
         if value is wanted:
             return _short(place.removeprefix(".")) or "(top level)"
+        inner: list[tuple[Any, str]] = []
         if isinstance(value, dict):
             if any(key is wanted for key in value):
                 return f"a key of {_short(place.removeprefix('.')) or 'the top level'}"
-            todo += [
-                (part, f"{place}.{_UNWANTED.sub('?', str(key))}") for key, part in value.items()
-            ]
+            inner = [(part, f".{_UNWANTED.sub('?', str(key))}") for key, part in value.items()]
         elif isinstance(value, _CONTAINERS):
-            todo += [(part, f"{place}[{number}]") for number, part in enumerate(value)]
+            inner = [(part, f"[{number}]") for number, part in enumerate(value)]
+        if depth <= DEEPEST:
+            todo += [(part, place + step, depth + 1) for part, step in reversed(inner)]
     return "(somewhere)"
 
 

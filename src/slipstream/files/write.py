@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 
 def write_whole(path: str | Path, content: bytes | str, *, durable: bool = True) -> None:
@@ -28,22 +30,29 @@ def write_whole(path: str | Path, content: bytes | str, *, durable: bool = True)
         ...     [path.name for path in Path(folder).iterdir()]
         ['a.txt']
     """
-    data = content.encode() if isinstance(content, str) else content
+    with whole_file(path, durable=durable) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def whole_file(path: str | Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
+    """Like `write_whole`, for content that is written piece by piece; an error leaves the old
+    content."""
     target = Path(os.path.realpath(path))
     mode = _mode(target)
     if mode is not None and not stat.S_ISREG(mode):
-        target.write_bytes(data)
+        with target.open("wb") as opened:
+            yield opened
         return
     part = target.with_name(f".slipstream-{secrets.token_hex(8)}.part")
     try:
-        file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        with open(file, "wb") as opened:
+        with part.open("xb") as opened:
             if mode is not None:
-                os.fchmod(file, stat.S_IMODE(mode))
-            opened.write(data)
+                os.fchmod(opened.fileno(), stat.S_IMODE(mode))
+            yield opened
             opened.flush()
             if durable:
-                os.fsync(file)
+                os.fsync(opened.fileno())
         part.replace(target)
     except BaseException:
         with suppress(OSError):

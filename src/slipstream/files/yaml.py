@@ -105,7 +105,7 @@ def parse_yaml(text: str) -> Any:
     except yaml.reader.ReaderError as error:
         place = place_of(text, error.position)
         raise Unreadable(
-            f"not valid YAML, {place}: unacceptable character #x{ord(error.character):04x}"
+            f"not valid YAML, {place}: unacceptable character #x{error.character:04x}"
         ) from None
     return checked(document)
 

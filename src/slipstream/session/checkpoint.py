@@ -24,6 +24,7 @@ from slipstream.gradients.ready_order import ReadyOrder
 from slipstream.local.model import KEY as LOCAL, joined_ranks
 from slipstream.parallel.dims import checksum, gather_objects
 from slipstream.pytree import mapped
+from slipstream.session.checkpoint_shape import mistakes, session_mistakes
 from slipstream.sharding.state import join_shards
 
 VERSION = 2
@@ -65,6 +66,8 @@ def joined(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Mapping[st
         if not one or {*one} - {*PARTS}:
             found = ", ".join(sorted(map(str, one))) or "nothing"
             raise UsageError(f"this checkpoint has {found}; allowed: {', '.join(PARTS)}; {how}")
+        if (mistake := next(mistakes(one), None)) is not None:
+            raise UsageError(f"this checkpoint is damaged: {mistake}; {how}")
     if isinstance(state, Mapping):
         return state
     whole = {key: one[key] for one in ranks for key in one if key != "optimizer"}
@@ -74,10 +77,11 @@ def joined(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Mapping[st
     return whole
 
 
-def refusal(state: object, names: Sequence[str], ranks: int | None = None) -> UsageError | None:
+def refusal(state: object, sizes: Mapping[str, int], ranks: int | None = None) -> UsageError | None:
     """Why a state cannot be loaded by a session of these trainable parameters; None: it can be.
 
-    ``ranks``: how many ranks it must come from, where ranks share a model; None: any number.
+    ``sizes``: by name, how many numbers they have. ``ranks``: how many ranks it must come from,
+    where ranks share a model; None: any number.
     """
     how = "pass what session.state_dict() returned"
     if not isinstance(state, Mapping):
@@ -86,8 +90,11 @@ def refusal(state: object, names: Sequence[str], ranks: int | None = None) -> Us
         return UsageError(f"this state has version {state.get('version')!r}; allowed: {VERSION}")
     if missing := KEYS - state.keys():
         return UsageError(f"this state lacks {sorted(missing)}; {how}")
+    mistake = next(session_mistakes(state, sizes if ranks is None else None), None)
+    if mistake is not None:
+        return UsageError(f"this state is damaged: {mistake}; {how}")
     saved, codecs = state["ready_order"], state["codecs"]
-    if saved is not None and (differing := sorted(set(saved["names"]) ^ set(names))):
+    if saved is not None and (differing := sorted(set(saved["names"]) ^ set(sizes))):
         return UsageError(
             f"this state is another model's: these parameters are in one of the two alone: "
             f"{differing[:5]}"
