@@ -32,8 +32,10 @@ PLACE = re.compile(
     r"line \d+, column \d+|at byte \d+|the key '|\(top level\)|a key of |entry \d+|data\.pkl"
     r"|[\w\]][.\[][^\s:]*: |\n +[\w.\[\]]+: |(this state|checkpoint) is damaged: [^\s:]+: "
     r"|traceEvents\[\d+\]|otherData\.|traceEvents is|: '?data/\d+|this state (is a|has|lacks \[)"
-    r"|(is|document is) empty|no iteration|not a list|directory|truncated|MiB long|whole file"
-    r"|in state_dict|another (optimizer|model)'s|this checkpoint has"
+    r"|(is|document is) empty|is damaged|is packed|is there twice|promise more"
+    r"|is a (strategy|trace);|no iteration|not a list|directory|truncated|MiB long|whole file"
+    r"|in state_dict|another (optimizer|model)'s|this checkpoint has|[\w\]]: [^\n]*; allowed: "
+    r"|\n  [^:\n]+: "
 )
 """Words of a refusal that say where in the file, or that it is the whole of it."""
 COMMANDS = CliRunner(env={"COLUMNS": "120"})

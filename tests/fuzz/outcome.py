@@ -9,7 +9,7 @@ from typing import Literal
 from tests.fuzz.kinds import Crash, Kind, quietly, refusal
 
 Outcome = Literal["refused", "refused without a place", "accepted"]
-ALSO = {"refused": 0.05, "accepted": 0.5}
+ALSO = {"refused": 0.03, "accepted": 0.2}
 """The part of the files that is given to a command, too, which takes longer."""
 
 

@@ -86,8 +86,9 @@ def refusal(state: object, sizes: Mapping[str, int], ranks: int | None = None) -
     how = "pass what session.state_dict() returned"
     if not isinstance(state, Mapping):
         return UsageError(f"this state is a {type(state).__name__}; {how}")
-    if state.get("version") != VERSION:
-        return UsageError(f"this state has version {state.get('version')!r}; allowed: {VERSION}")
+    version = state.get("version")
+    if type(version) is not int or version != VERSION:
+        return UsageError(f"this state has version {version!r:.40}; allowed: {VERSION}")
     if missing := KEYS - state.keys():
         return UsageError(f"this state lacks {sorted(missing)}; {how}")
     mistake = next(session_mistakes(state, sizes if ranks is None else None), None)

@@ -25,6 +25,8 @@ from slipstream.files.write import whole_file
 DEEPEST = 32
 """Containers inside one another."""
 MOST_VALUES = 10_000_000
+SMALL = 64 * 2**20
+"""Bytes up to which a tensor may repeat its values."""
 _LEAVES = (torch.Tensor, str, bytes, int, float, complex, bool, type(None))
 _LEAVES += (torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (dict, list, tuple, set)
@@ -62,7 +64,7 @@ def read_checkpoint(path: str | Path) -> Any:
     try:
         _check_archive(Path(path))
         state = torch.load(path, map_location="cpu", weights_only=True)
-        _check_values(state)
+        _check_values(state, max(Path(path).stat().st_size, SMALL))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except OSError as error:
@@ -100,16 +102,19 @@ def _check_archive(path: Path) -> None:
                     raise CheckpointError(f"{damaged:.80} is damaged: its checksum is another")
         except CheckpointError:
             raise
-        except OSError:
-            raise
         except Exception as error:  # BadZipFile, and what else zipfile meets in damaged headers
             raise CheckpointError(
                 f"no whole file of torch.save ({size} bytes): {error!s:.80}; copy or save it again"
             ) from None
 
 
-def _check_values(state: Any) -> None:
-    """Refuse what is endless, or no plain value.
+def _size(tensor: torch.Tensor) -> int:
+    """Bytes of a dense tensor, which may repeat a few values without end."""
+    return tensor.numel() * tensor.itemsize if tensor.layout is torch.strided else 0
+
+
+def _check_values(state: Any, most: int) -> None:
+    """Refuse what is endless, or no plain value; ``most``: bytes of one tensor.
 
     Raises:
         CheckpointError: says what.
@@ -121,6 +126,10 @@ def _check_values(state: Any) -> None:
         count += len(level)
         if count > MOST_VALUES:
             raise CheckpointError(f"(top level): more than {MOST_VALUES:,} values")
+        huge = next((v for v in level if isinstance(v, torch.Tensor) and _size(v) > most), None)
+        if huge is not None:
+            what = f"a tensor of {_size(huge):,} bytes, of which the file has few"
+            raise CheckpointError(f"{place_in(state, huge)}: {what}")
         inner = [value for value in level if not isinstance(value, _LEAVES)]
         strange = next((v for v in inner if not isinstance(v, _CONTAINERS)), None)
         if strange is not None:
