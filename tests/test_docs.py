@@ -18,7 +18,7 @@ from slipstream.strategy import Strategy
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
     *sorted(ROOT.glob("docs/*.md")),
     ROOT / "examples/README.md",
 ]

@@ -102,7 +102,7 @@ def _damage(chance: Random, where: Any, key: Any, odd: tuple[Any, ...], places: 
             if not isinstance(there[other], dict | list) or not isinstance(value, dict | list):
                 where[key], there[other] = there[other], value
         case 8 if isinstance(value, list) and value:
-            where[key] = value * chance.choice((2, 50))
+            where[key] = [copy.deepcopy(v) for _ in range(chance.choice((2, 50))) for v in value]
         case 9 if isinstance(value, dict):
             where[key] = Twice(value)
         case 10:

@@ -34,7 +34,7 @@ PLACE = re.compile(
     r"|traceEvents\[\d+\]|otherData\.|traceEvents is|: '?data/\d+|this state (is a|has|lacks \[)"
     r"|(is|document is) empty|is damaged|is packed|is there twice|promise more"
     r"|is a (strategy|trace);|no iteration|not a list|directory|truncated|MiB long|whole file"
-    r"|in state_dict|another (optimizer|model)'s|this checkpoint has|[\w\]]: [^\n]*; allowed: "
+    r"|in state_dict|another (optimizer|model)'s|this checkpoint (has|is a )|[\w\]]: [^\n]*; allowed: "
     r"|\n  [^:\n]+: "
 )
 """Words of a refusal that say where in the file, or that it is the whole of it."""
@@ -114,7 +114,7 @@ class StrategyFile(Kind):
         {"gradients": {"split": {"kind": "by_index", "last": [1, 4]}, "codec": "powersgd"}},
         {
             "gradients": {
-                "codec": {"kind": "by_path", "rules": [{"match": "*.bias", "codec": "half"}]}
+                "codec": {"kind": "by_name", "rules": [{"match": "*.bias", "codec": "half"}]}
             }
         },
         {"local": {"steps": 8, "fragments": 2, "codec": "int4", "rendezvous": "node0:29400"}},

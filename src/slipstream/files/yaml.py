@@ -21,7 +21,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Count as it goes, so that a document beyond the bounds is never built."""
-        start = self.peek_event().start_mark
+        start = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         is_alias, before = self.check_event(yaml.AliasEvent), self._nodes
         self._depth += 1
         self._nodes += 1

@@ -62,7 +62,7 @@ def joined(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Mapping[st
     how = "pass what session.checkpoint() returned, or those of all ranks with sharded=True"
     for one in ranks:
         if not isinstance(one, Mapping):
-            raise UsageError(f"restore() of a {type(one).__name__}; {how}")
+            raise UsageError(f"this checkpoint is a {type(one).__name__}; {how}")
         if not one or {*one} - {*PARTS}:
             found = ", ".join(sorted(map(str, one))) or "nothing"
             raise UsageError(f"this checkpoint has {found}; allowed: {', '.join(PARTS)}; {how}")

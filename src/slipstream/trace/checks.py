@@ -131,7 +131,7 @@ class _Strategy(_Part):
 class _Segment(_Part):
     bytes: Count
     wire_bytes: Count | None = None
-    gradients: list[str] = []
+    gradients: list[str]
 
 
 class _Gradient(_Part):
