@@ -95,7 +95,7 @@ def _damage(chance: Random, where: Any, key: Any, odd: tuple[Any, ...], places: 
                 where[key] = chance.choice(
                     (lambda v: [v], str, lambda v: {"kind": v}, lambda v: v is not None)
                 )(value)
-        case 6 if isinstance(value, int | float):
+        case 6 if isinstance(value, int | float) and abs(value) < 1e300:
             where[key] = value * chance.choice((-1, 0, 10, 1000, 1e-9, 1e30))
         case 7:
             there, other = chance.choice(places)

@@ -34,7 +34,8 @@ PLACE = re.compile(
     r"|traceEvents\[\d+\]|otherData\.|traceEvents is|: '?data/\d+|this state (is a|has|lacks \[)"
     r"|(is|document is) empty|is damaged|is packed|is there twice|promise more"
     r"|is a (strategy|trace);|no iteration|not a list|directory|truncated|MiB long|whole file"
-    r"|in state_dict|another (optimizer|model)'s|this checkpoint (has|is a )|[\w\]]: [^\n]*; allowed: "
+    r"|in state_dict|another (optimizer|model)'s|this checkpoint (has|is a )"
+    r"|[\w\]]: [^\n]*; allowed: |: a tensor of "
     r"|\n  [^:\n]+: "
 )
 """Words of a refusal that say where in the file, or that it is the whole of it."""

@@ -110,7 +110,7 @@ def test_who_leaves_is_not_waited_for(islands: list[Rendezvous]) -> None:
 
 
 def test_a_store_that_is_not_there_is_named() -> None:
-    with pytest.raises(ClusterError, match="slipstream store --port 9"):
+    with pytest.raises(ClusterError, match=r"slipstream store --host 127\.0\.0\.1 --port 9"):
         Rendezvous(RendezvousConfig(store="127.0.0.1:9", timeout=1))
 
 

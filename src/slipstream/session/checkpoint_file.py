@@ -123,9 +123,6 @@ def _check_values(state: Any, most: int) -> None:
     for _ in range(DEEPEST):
         if not level:
             return
-        count += len(level)
-        if count > MOST_VALUES:
-            raise CheckpointError(f"(top level): more than {MOST_VALUES:,} values")
         huge = next((v for v in level if isinstance(v, torch.Tensor) and _size(v) > most), None)
         if huge is not None:
             what = f"a tensor of {_size(huge):,} bytes, of which the file has few"
@@ -135,6 +132,9 @@ def _check_values(state: Any, most: int) -> None:
         if strange is not None:
             what = f"a {type(strange).__name__}; allowed: tensors and plain values"
             raise CheckpointError(f"{place_in(state, strange)}: {what}")
+        count += sum(map(len, inner))
+        if count > MOST_VALUES:
+            raise CheckpointError(f"(top level): more than {MOST_VALUES:,} values")
         level = [*chain.from_iterable(map(_parts, inner))]
     raise CheckpointError(f"{place_in(state, level[0])}: nested deeper than {DEEPEST}")
 
