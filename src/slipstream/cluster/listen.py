@@ -45,7 +45,7 @@ def digest(token: str) -> str:
 
     Example:
         >>> digest(""), digest("secret")
-        ('open', '0fbf1c9c2f3ff3e5')
+        ('open', '6cf790792e3d9e73')
     """
     return hashlib.sha256(f"slipstream {token}".encode()).hexdigest()[:16] if token else "open"
 
