@@ -36,7 +36,7 @@ PLACE = re.compile(
     r"|is a (strategy|trace);|no iteration|not a list|directory|truncated|MiB long|whole file"
     r"|in state_dict|another (optimizer|model)'s|this checkpoint (has|is a )"
     r"|[\w\]]: [^\n]*; allowed: |: a tensor of "
-    r"|\n  [^:\n]+: "
+    r"|\n  [^\n]+: "
 )
 """Words of a refusal that say where in the file, or that it is the whole of it."""
 COMMANDS = CliRunner(env={"COLUMNS": "120"})
