@@ -27,8 +27,10 @@ DEEPEST = 32
 MOST_VALUES = 10_000_000
 SMALL = 64 * 2**20
 """Bytes up to which a tensor may repeat its values."""
-_LEAVES = (torch.Tensor, str, bytes, int, float, complex, bool, type(None))
-_LEAVES += (torch.dtype, torch.device, torch.Size)
+_LEAVES: tuple[type, ...] = (
+    *(torch.Tensor, str, bytes, int, float, complex, bool, type(None)),
+    *(torch.dtype, torch.device, torch.Size),
+)
 _CONTAINERS = (dict, list, tuple, set)
 
 
