@@ -15,7 +15,7 @@ PACKAGE = "slipstream"
 ROOT = Path(__file__).parents[1] / "src" / PACKAGE
 
 LEVELS = (
-    ("errors", "pytree", "version"),
+    ("errors", "files", "pytree", "version"),
     ("cluster", "kernels", "optim", "plain_copy", "strategy", "testbed", "trace"),
     ("analysis", "memory", "precision", "transport"),
     ("checks", "codecs", "comm", "data"),
@@ -31,7 +31,17 @@ LEVELS = (
 """The rooms, lowest level first; a room may import the rooms of lower levels alone."""
 
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-TORCH_FREE = ("errors", "version", "strategy", "trace", "analysis", "planner", "advisor", "report")
+TORCH_FREE = (
+    "errors",
+    "files",
+    "version",
+    "strategy",
+    "trace",
+    "analysis",
+    "planner",
+    "advisor",
+    "report",
+)
 RECORDER = "trace.recorder"
 """The one module of a torch-free room that sees torch: it stamps events of CUDA streams."""
 

@@ -18,7 +18,7 @@ from slipstream.strategy import Strategy
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
     *sorted(ROOT.glob("docs/*.md")),
     ROOT / "examples/README.md",
 ]
@@ -66,7 +66,8 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
 def test_every_room_has_a_page() -> None:
     rooms = {p.parent.name for p in (ROOT / "src/slipstream").glob("*/__init__.py")}
     pages = {page.stem for page in (ROOT / "docs").glob("*.md")}
-    assert rooms - pages == {"analysis", "ddp"}  # parts of the pages on traces and codecs
+    # parts of the pages on traces, codecs and security
+    assert rooms - pages == {"analysis", "ddp", "files"}
 
 
 def test_every_page_is_in_the_index() -> None:

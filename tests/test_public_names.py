@@ -26,6 +26,8 @@ def test_the_names_are_these_and_no_others() -> None:
         "__version__",
         "accelerate",
         "data_share",
+        "read_checkpoint",
+        "write_checkpoint",
     ]
     assert dir(slipstream) == slipstream.__all__
 

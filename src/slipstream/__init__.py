@@ -15,6 +15,10 @@ from slipstream.version import __version__
 if TYPE_CHECKING:
     from slipstream.errors import SlipstreamError as SlipstreamError
     from slipstream.session.accelerate import accelerate as accelerate, data_share as data_share
+    from slipstream.session.checkpoint_file import (
+        read_checkpoint as read_checkpoint,
+        write_checkpoint as write_checkpoint,
+    )
     from slipstream.session.session import Session as Session
     from slipstream.strategy import Strategy as Strategy
 
@@ -24,9 +28,20 @@ _HOMES = {
     "Strategy": "slipstream.strategy",
     "accelerate": "slipstream.session.accelerate",
     "data_share": "slipstream.session.accelerate",
+    "read_checkpoint": "slipstream.session.checkpoint_file",
+    "write_checkpoint": "slipstream.session.checkpoint_file",
 }
 
-__all__ = ["Session", "SlipstreamError", "Strategy", "__version__", "accelerate", "data_share"]
+__all__ = [
+    "Session",
+    "SlipstreamError",
+    "Strategy",
+    "__version__",
+    "accelerate",
+    "data_share",
+    "read_checkpoint",
+    "write_checkpoint",
+]
 
 
 def __getattr__(name: str) -> object:

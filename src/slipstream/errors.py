@@ -12,6 +12,7 @@
     |-- HangError       (RuntimeError)  the run hangs: names the rank to blame, and where it is
     |-- NonFiniteError  (RuntimeError)  gradients are infinite or NaN: names rank, step, parameter
     |-- ProofError      (RuntimeError)  ranks have drifted apart, or averaged wrongly: names both
+    |-- CheckpointError (ValueError)    a file of a checkpoint that is damaged, or no data alone
     |-- DataError       (RuntimeError)  samples could not be read; names them
     |-- OffloadError    (RuntimeError)  activations cannot be offloaded or fetched back
     |-- LaunchError     (RuntimeError)  a script could not be started
@@ -67,6 +68,10 @@ class NonFiniteError(SlipstreamError, RuntimeError):
 
 class ProofError(SlipstreamError, RuntimeError):
     """Ranks have drifted apart, or an average is wrong; names rank, update and tensor."""
+
+
+class CheckpointError(SlipstreamError, ValueError):
+    """A file of a checkpoint that cannot be read, is damaged, or holds more than data."""
 
 
 class DataError(SlipstreamError, RuntimeError):

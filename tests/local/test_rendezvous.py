@@ -24,6 +24,7 @@ from rich.console import Console
 import slipstream
 from slipstream.cli.islands import run_islands
 from slipstream.cli.store import open_store
+from slipstream.cluster.listen import TOKEN
 from slipstream.errors import ClusterError, LaunchError, ModelError, StrategyError, UsageError
 from slipstream.local import open_carrier, rendezvous
 from slipstream.local.model import LocalModel
@@ -110,7 +111,7 @@ def test_who_leaves_is_not_waited_for(islands: list[Rendezvous]) -> None:
 
 
 def test_a_store_that_is_not_there_is_named() -> None:
-    with pytest.raises(ClusterError, match="slipstream store --port 9"):
+    with pytest.raises(ClusterError, match=r"slipstream store --host 127\.0\.0\.1 --port 9"):
         Rendezvous(RendezvousConfig(store="127.0.0.1:9", timeout=1))
 
 
@@ -337,3 +338,23 @@ def test_a_state_that_is_more_than_data_ends_the_job_that_asked_for_it() -> None
         welcome._received()
     # others repeat an exchange after a RuntimeError, and would do so with this one for ever
     assert not isinstance(caught.value, RuntimeError)
+
+
+def test_who_has_another_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(0, token="a secret")
+    config = RendezvousConfig(store=f"127.0.0.1:{store.port}", at_least=1, timeout=5)
+    for token, words in {"": "this process has none", "another": "has another one"}.items():
+        monkeypatch.setenv(TOKEN, token)
+        with pytest.raises(ClusterError, match=f"has a token, and this process .*{words[-5:]}"):
+            Rendezvous(config)
+    monkeypatch.setenv(TOKEN, "a secret")
+    island = Rendezvous(config)
+    assert island.join(trained=False).islands == (1,)
+    assert not any(b"a secret" in key.encode() for key in store.list_keys())
+    island.leave()
+
+
+def test_a_view_that_is_none_is_refused() -> None:
+    for damaged in (b"", b"[]", b"{", b'{"number": 1}', b"\xff", b'{"number": []}', b"[" * 9999):
+        with pytest.raises(ClusterError, match="a view that is none"):
+            View.read(damaged)

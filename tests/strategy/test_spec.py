@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from functools import partial
 from math import inf
 from typing import Any, get_args
 
@@ -72,6 +73,8 @@ def _percents(weights: list[int]) -> tuple[float, ...]:
     return tuple(100 * weight / sum(weights) for weight in weights)
 
 
+LARGEST = 2**63 - 1  # that a document may hold
+text = partial(st.text, st.characters(exclude_categories=["Cc", "Cs"]))
 sizes = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 splits = st.one_of(
     st.builds(
@@ -84,20 +87,22 @@ splits = st.one_of(
         ByPercentConfig,
         percents=st.lists(st.integers(1, 1000), min_size=1, max_size=9).map(_percents),
     ),
-    st.builds(ByIndexConfig, last=st.sets(st.integers(0), min_size=1).map(sorted).map(tuple)),
-    st.builds(ByLayersConfig, layers=st.integers(1)),
+    st.builds(
+        ByIndexConfig, last=st.sets(st.integers(0, LARGEST), min_size=1).map(sorted).map(tuple)
+    ),
+    st.builds(ByLayersConfig, layers=st.integers(1, LARGEST)),
     st.builds(OptimalConfig, steps=st.integers(1, 99)),
     st.sampled_from([PerLayerConfig(), PerGradientConfig(), SingleConfig()]),
 )
 scales = st.one_of(
     st.sampled_from([None, "auto", "dynamic"]),
     st.builds(StaticScaleConfig, scale=st.floats(0, 2**24, exclude_min=True)),
-    st.builds(DynamicScaleConfig, init=st.floats(1, 2**24), decr_every_n=st.integers(1)),
+    st.builds(DynamicScaleConfig, init=st.floats(1, 2**24), decr_every_n=st.integers(1, LARGEST)),
 )
 half = {
     "dtype": st.sampled_from(["bf16", "fp16"]),
     "loss_scale": scales,
-    "float_modules": st.lists(st.text(), max_size=3),
+    "float_modules": st.lists(text(), max_size=3),
     "emulate": st.booleans(),
 }
 precisions = st.one_of(
@@ -105,27 +110,25 @@ precisions = st.one_of(
     st.builds(AutocastConfig, **half, float_ops=st.sampled_from([(), ("gelu",)])),
     st.builds(HalfWeightsConfig, **half, exchange=st.sampled_from(["half", "fp32"])),
 )
-paths = st.lists(st.text(min_size=1), min_size=1, max_size=3).map(tuple)
+paths = st.lists(text(min_size=1), min_size=1, max_size=3).map(tuple)
 keep = st.sets(st.sampled_from(["matmul", "convolution", "attention"])).map(sorted).map(tuple)
 recomputes = st.one_of(
     st.none(),
-    st.builds(EveryConfig, every=st.integers(1), keep=keep),
+    st.builds(EveryConfig, every=st.integers(1, LARGEST), keep=keep),
     st.builds(CheckpointsConfig, checkpoints=paths, keep=keep),
     st.builds(BudgetConfig, budget=st.floats(min_value=0, max_value=1, exclude_min=True)),
-    st.builds(BudgetBytesConfig, budget_bytes=st.integers(1)),
+    st.builds(BudgetBytesConfig, budget_bytes=st.integers(1, LARGEST)),
 )
 any_rank = {
     "keep_last": st.integers(0, 9),
     "prefetch": st.integers(0, 9),
-    "min_bytes": st.integers(0),
+    "min_bytes": st.integers(0, LARGEST),
     "modules": st.none() | paths,
 }
 offloads = st.one_of(
     st.none(),
     st.builds(OffloadConfig, **any_rank),
-    st.builds(
-        OffloadConfig, to=st.just("disk"), folder=st.none() | st.text(min_size=1), **any_rank
-    ),
+    st.builds(OffloadConfig, to=st.just("disk"), folder=st.none() | text(min_size=1), **any_rank),
 )
 wishes = st.builds(
     Strategy,
@@ -144,9 +147,9 @@ wishes = st.builds(
     memory=st.builds(MemoryConfig, recompute=recomputes, offload=offloads),
     trace=st.builds(
         TraceConfig,
-        steps=st.none() | st.integers(1),
-        skip=st.integers(0),
-        folder=st.text(min_size=1),
+        steps=st.none() | st.integers(1, LARGEST),
+        skip=st.integers(0, LARGEST),
+        folder=text(min_size=1),
     ),
 )
 

@@ -56,6 +56,10 @@ WRONG: list[tuple[object, list[str]]] = [
             "allowed: the kinds flat, direct, sharded, hierarchical, shared_memory, auto;",
         ],
     ),
+    ({"gradients": {"transport": {"kind": ["flat"]}}}, ["transport.kind: got ['flat']; allowed"]),
+    ({"gradients": {"codec": {"kind": {"a": 1}}}}, ["gradients.codec.kind: got {'a': 1}; allowed"]),
+    ({"data": {"prefetch": {"workers": []}}}, ["data.prefetch.workers: got []; allowed"]),
+    ({"parallel": {"tensor": {"ranks": 2, "plan": [1]}}}, ["parallel.tensor.plan[0]"]),
     # no value is converted
     ({"gradients": {"overlap": "yes"}}, ["overlap: got 'yes'; allowed: true or false; e.g. over"]),
     ({"gradients": {"overlap": 1}}, ["overlap: got 1; allowed: true or false"]),

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from slipstream.cli.ranks import slipstream, threads_per_rank
 from slipstream.cli.store import open_store
+from slipstream.cluster.listen import TOKEN, new_token, run_token
 from slipstream.errors import LaunchError
 from slipstream.strategy import Strategy
 from slipstream.testbed import stop_processes
@@ -36,6 +37,7 @@ class Islands:
         restarts: of jobs that fail, in all.
         log_dir: a folder of each job is made in it.
         console: says what becomes of them.
+        token: of their store.
     """
 
     command: Sequence[str]
@@ -43,6 +45,7 @@ class Islands:
     restarts: int
     log_dir: Path
     console: Console
+    token: str
     _jobs: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     _started: int = 0
     _ends: bool = False
@@ -73,7 +76,11 @@ class Islands:
         shown = None if self._started == 0 else subprocess.DEVNULL
         self._jobs[self._started] = subprocess.Popen(
             [*self.command[:4], "--log-dir", str(folder), *self.command[4:]],
-            env={**os.environ, "OMP_NUM_THREADS": threads_per_rank(self.count)},
+            env={
+                **os.environ,
+                TOKEN: self.token,
+                "OMP_NUM_THREADS": threads_per_rank(self.count),
+            },
             stdout=shown,
             stderr=shown,
             preexec_fn=_end_with_parent,
@@ -122,10 +129,13 @@ def run_islands(
             f"--islands {count} needs a --strategy that says where they meet, e.g. "
             'local: {steps: 16, rendezvous: {store: "localhost:29400", at_least: 2}}'
         )
-    keeper = open_store(int(local.rendezvous.store.rpartition(":")[2]))
-    console.print(f"{count} islands meet at {local.rendezvous.store}; logs: {log_dir}")
+    host, _, port = local.rendezvous.store.rpartition(":")
+    token = run_token() or new_token()
+    keeper = open_store(int(port), host.strip("[]"), token)
+    said = f"{count} islands meet at {local.rendezvous.store}; logs: {log_dir}"
+    console.print(said, markup=False)
     command = slipstream("launch", *["--module"] * module, *words, nproc=1, strategy=strategy)
     try:
-        return Islands(command, count, restarts, log_dir, console).run()
+        return Islands(command, count, restarts, log_dir, console, token).run()
     finally:
         del keeper

@@ -49,6 +49,7 @@ def check_writable(option: str, file: Path | None, suffixes: Collection[str] = (
         return
     if suffixes and file.suffix.lower() not in suffixes:
         raise LaunchError(f"{option} {file}: the file name must end in {' or '.join(suffixes)}")
-    place = file if file.exists() else file.parent
+    # a file is replaced, so its folder must take another one; a device is written to
+    place = file if file.exists() and not file.is_file() else file.parent
     if file.is_dir() or not os.access(place, os.W_OK):
         raise LaunchError(f"{option} {file}: cannot be written; choose another place")

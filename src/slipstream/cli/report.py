@@ -11,6 +11,7 @@ from typer import Argument, Option
 
 from slipstream.advisor.advise import advise
 from slipstream.errors import TraceError
+from slipstream.files.write import write_whole
 from slipstream.report.report import html, png, read_trials
 from slipstream.trace import chrome
 
@@ -45,7 +46,7 @@ def report(
     for path, content in written.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+            write_whole(path, content)
         except OSError as error:
             reason = f"{path} cannot be written: {error.strerror}; choose another path"
             raise TraceError(reason) from error

@@ -28,6 +28,7 @@ from slipstream.cli.options import Script, ScriptArgs, StrategyOption
 from slipstream.cli.ranks import log_folder, refuse_launcher, slipstream, threads_per_rank
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.errors import LaunchError
+from slipstream.files.write import write_whole
 from slipstream.strategy import Strategy
 from slipstream.trace.event import Trace
 from slipstream.trace.timeline import timeline
@@ -102,7 +103,7 @@ def scale(
         "unit": f"{unit}/s",
         "points": [asdict(point) for point in points],
     }
-    (folder / "scale.json").write_text(json.dumps(document, indent=2) + "\n")
+    write_whole(folder / "scale.json", json.dumps(document, indent=2) + "\n")
     Console().print(_table(points, unit), plot(points), *_remarks(points, unit), sep="\n")
     console.print(Text(f"numbers: {folder / 'scale.json'}; traces beside it"), soft_wrap=True)
 

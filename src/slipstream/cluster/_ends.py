@@ -19,6 +19,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from slipstream.files.write import write_whole
+
 LEAVING = "SLIPSTREAM_LEAVING"
 """The variable with the file in which a rank notes when it begins to end by itself."""
 LOOK_INTERVAL = 0.02
@@ -60,7 +62,7 @@ def note_leaving(rank: int, local_rank: int, host: str) -> None:
     def note() -> None:
         end = End(rank, local_rank, host, 0, time.time(), log)
         with suppress(OSError):  # the folder is gone
-            Path(path).write_text(json.dumps(asdict(end)))
+            write_whole(path, json.dumps(asdict(end)), durable=False)
 
     atexit.register(note)
 
@@ -139,7 +141,5 @@ def _note(rank: int, local_rank: int, pid: int, log: Path) -> None:
             exited = status.si_code == os.CLD_EXITED
             code = status.si_status if exited else -status.si_status
             end = End(rank, local_rank, socket.gethostname(), code, ended, str(log))
-            scratch = log.with_suffix(".exit.new")
             with suppress(OSError):  # the folder is gone
-                scratch.write_text(json.dumps(asdict(end)))
-                scratch.replace(log.with_suffix(".exit"))
+                write_whole(log.with_suffix(".exit"), json.dumps(asdict(end)), durable=False)

@@ -8,18 +8,21 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from itertools import count
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from slipstream.cluster import groups
 from slipstream.cluster._ends import note_leaving
 from slipstream.cluster.environment import Environment
+from slipstream.cluster.listen import admit, open_store, run_token
 from slipstream.cluster.topology import ranks_by_host
 from slipstream.errors import ClusterError
 
@@ -180,20 +183,36 @@ def _init_world(environment: Environment, device: torch.device, timeout: timedel
     url = f"tcp://{bracketed}:{environment.master_port}"
     try:
         if url not in _stores:
+            keeper = _keeper(environment)  # torch's store of the same port shares its server
             store, *_ = next(rendezvous(url, *ranks, timeout=timeout))
+            del keeper
             _stores[url] = store, count()
         store, meetings = _stores[url]
         store.set_timeout(timeout)
+        run = admit(store, run_token(), url.removeprefix("tcp://"))
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=PrefixStore(f"slipstream/{next(meetings)}", store),
+            store=PrefixStore(f"slipstream/{run}/{next(meetings)}", store),
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=timeout,
         )
     except (RuntimeError, OSError, ValueError) as error:
         _stores.pop(url, None)
+        if isinstance(error, ClusterError):
+            raise
         raise ClusterError(_rendezvous_advice(environment, timeout, error)) from error
+
+
+def _keeper(environment: Environment) -> TCPStore | None:
+    """The store of the first rank, on the interface of its address; None: another process has it,
+    or the address is none of this machine, and torch listens on all."""
+    if environment.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        return None
+    with suppress(OSError):
+        address, port = str(environment.master_addr), int(environment.master_port or 0)
+        return open_store(address, port, multi_tenant=True)
+    return None
 
 
 def _rendezvous_advice(environment: Environment, timeout: timedelta, error: Exception) -> str:

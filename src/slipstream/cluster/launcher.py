@@ -27,6 +27,7 @@ from slipstream.cluster._logs import (
     excerpt,
     last_lines,
 )
+from slipstream.cluster.listen import TOKEN, digest, new_token, open_store, run_token
 from slipstream.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -181,7 +182,10 @@ def run(spec: LaunchSpec) -> Outcome:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
-    logs = RankLogs(spec.log_dir, spec.variables)
+    variables = {**spec.variables}
+    if spec.nnodes == 1:  # several nodes have no word in common but what their users set
+        variables.setdefault(TOKEN, run_token() or new_token())
+    logs = RankLogs(spec.log_dir, variables)
     arguments = ["-m"] * spec.module + [spec.script, *spec.args]
     # The agent substitutes ${local_rank} in arguments (string.Template); $$ stands for a plain $.
     arguments = [argument.replace("$", "$$") for argument in arguments]
@@ -206,7 +210,8 @@ def run(spec: LaunchSpec) -> Outcome:
 
 @contextmanager
 def _meeting_point(spec: LaunchSpec) -> Iterator[None]:
-    """Keep the store of several nodes open until the others have its last answer.
+    """Keep the store of several nodes open until the others have its last answer. It listens on the
+    interface of the endpoint, if that is this machine's; else torch's does, on all.
 
     The agent of the first node closes it once it has passed the last barrier itself, which cuts off
     nodes that still wait there. Stores of one process and port share a server, so this one keeps
@@ -218,9 +223,11 @@ def _meeting_point(spec: LaunchSpec) -> Iterator[None]:
         yield
         return
     host, _, port = spec.rdzv_endpoint.rpartition(":")
-    store = TCPStore(
-        host.strip("[]"), int(port), is_master=True, wait_for_workers=False, multi_tenant=True
-    )
+    host = host.strip("[]")
+    try:
+        store = open_store(host, int(port), multi_tenant=True)
+    except OSError:  # another network's name for this machine, maybe
+        store = TCPStore(host, int(port), is_master=True, wait_for_workers=False, multi_tenant=True)
     yield
     time.sleep(LEAVE_SECONDS)
     del store
@@ -235,7 +242,7 @@ def _config(spec: LaunchSpec, logs: RankLogs) -> LaunchConfig:
         min_nodes=spec.nnodes,
         max_nodes=spec.nnodes,
         nproc_per_node=spec.nproc,
-        run_id="slipstream",
+        run_id=f"slipstream-{digest(run_token())}",  # nodes of another token are another run
         rdzv_backend=spec._backend,
         rdzv_endpoint=spec.rdzv_endpoint or "127.0.0.1:0",
         rdzv_configs={"timeout": JOIN_TIMEOUT, **rank},

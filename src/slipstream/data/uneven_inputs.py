@@ -111,7 +111,7 @@ class UnevenInputLoader:
             self._followed.go_to(position)
         elif "batches" in position:
             self._skip = position["batches"] * position["ranks"] // self._ranks
-        elif self._keeps_place(self._loader):
+        elif "own" in position and self._keeps_place(self._loader):
             self._loader.load_state_dict(position["own"])
 
     @staticmethod

@@ -329,6 +329,20 @@ class Meeting:
             "codec": codec,
         }
 
+    def refusal(self, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> str | None:
+        """Why this is not the state of this fragment; None: it is."""
+        like = {"outer": self.outer, "momentum": self.outer, "buffers": self.buffers}
+        if state["due"] is not None:
+            like |= {"mean": self.outer, "mean_buffers": self.buffers}
+        found = {key: state[key] for key in like}
+        if own is not None and own["due"] is not None:
+            like, found = like | {"sent": self.outer}, found | {"sent": own["sent"]}
+        for key, tensor in found.items():
+            if tensor is not None and tensor.shape != like[key].shape:
+                shapes = f"{tuple(tensor.shape)}; allowed: {tuple(like[key].shape)}"
+                return f"{key} of local.meetings has shape {shapes}"
+        return None
+
     def load(self, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         """Go on from `state`, and from `rank_state` where this rank has one."""
         self.done, self.counted = state["done"], state.get("counted", 0)

@@ -30,9 +30,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from slipstream.cluster.listen import admit, run_token
 from slipstream.errors import ClusterError
+from slipstream.files.document import Unreadable, decoded, parse_json
 from slipstream.strategy import RendezvousConfig
 
 BEAT = 1.0
@@ -84,12 +86,15 @@ class View:
     @classmethod
     def read(cls, document: bytes) -> View:
         """A view from the store."""
-        values: dict[str, Any] = json.loads(document)
-        read: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in values.items()
-        }
-        return cls(**read)
+        try:
+            values: dict[str, Any] = parse_json(decoded(document))
+            read: dict[str, Any] = {
+                name: tuple(map(int, value)) if isinstance(value, list) else int(value)
+                for name, value in values.items()
+            }
+            return cls(**read)
+        except (AttributeError, TypeError, ValueError, Unreadable) as error:
+            raise ClusterError(f"the store has a view that is none: {error!s:.80}") from None
 
     def without(self, gone: Sequence[int]) -> View:
         """The next view, after some have left.
@@ -139,18 +144,21 @@ class Rendezvous:
         )
         self._beats.start()
 
-    def _connect(self) -> TCPStore:
+    def _connect(self) -> Store:
         host, _, port = self._config.store.rpartition(":")
         try:
-            return TCPStore(host, int(port), is_master=False, timeout=self._half)
+            store = TCPStore(host.strip("[]"), int(port), is_master=False, timeout=self._half)
+            return PrefixStore(admit(store, run_token(), self._config.store), store)
         except (RuntimeError, OSError) as error:
+            if isinstance(error, ClusterError):
+                raise
             raise ClusterError(
                 f"local.rendezvous.store {self._config.store} does not answer: "
-                f"{str(error).strip().splitlines()[0]}; start it there: slipstream store --port "
-                f"{port}"
+                f"{str(error).strip().splitlines()[0]}; start it there: slipstream store --host "
+                f"{host} --port {port}"
             ) from error
 
-    def _beat(self, store: TCPStore) -> None:
+    def _beat(self, store: Store) -> None:
         with suppress(RuntimeError):  # the store is gone: the training finds out
             while not self._gone.wait(BEAT):
                 store.set(f"beat/{self.island}", str(time.monotonic()))

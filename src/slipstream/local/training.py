@@ -404,7 +404,16 @@ class LocalTraining:
         self._clock = max(self.updates - self._config.warm_up, 0)
         self._pace.waited = None
         own, self.own_state = self.own_state, None
+        for part in (state, own or state):
+            if len(part["meetings"]) != len(self._meetings):
+                raise UsageError(
+                    f"this state has {len(part['meetings'])} local.meetings; allowed: one for each "
+                    f"of {len(self._meetings)} fragments"
+                )
         pairs = [*zip(self._meetings, state["meetings"], strict=True)]
+        for number, (meeting, shared) in enumerate(pairs):
+            if problem := meeting.refusal(shared, own and own["meetings"][number]):
+                raise UsageError(f"this state is another model's: {problem}")
         if own is not None and not all(
             meeting.fits(shared, mine)
             for (meeting, shared), mine in zip(pairs, own["meetings"], strict=True)

@@ -21,6 +21,8 @@ from slipstream.report.runs import RecordedRun
 from slipstream.trace.chrome import load_json
 from slipstream.trace.event import Trace
 
+_MOST_SECONDS = 1e9
+
 Named = Sequence[tuple[str, Trace]]
 """Traces, each with the name that the report gives it."""
 
@@ -118,6 +120,11 @@ def _mistakes(trials: list[Any]) -> Iterator[str]:
             value = trial.get(field)
             if isinstance(value, bool) or not isinstance(value, int | float | None):
                 yield f"{field} of entry {number} is {value!r:.40}, not a number of seconds or null"
+            elif value is not None and not 0 <= value <= _MOST_SECONDS:
+                yield f"{field} of entry {number} is {value!r:.40}, not a number of seconds"
+        for field, kind in {"strategy": dict, "reason": str, "status": str}.items():
+            if not isinstance(value := trial.get(field), kind | None):
+                yield f"{field} of entry {number} is {value!r:.40}"
 
 
 def _require(package: str, purpose: str) -> None:

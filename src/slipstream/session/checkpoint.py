@@ -24,6 +24,7 @@ from slipstream.gradients.ready_order import ReadyOrder
 from slipstream.local.model import KEY as LOCAL, joined_ranks
 from slipstream.parallel.dims import checksum, gather_objects
 from slipstream.pytree import mapped
+from slipstream.session.checkpoint_shape import mistakes, session_mistakes
 from slipstream.sharding.state import join_shards
 
 VERSION = 2
@@ -61,10 +62,12 @@ def joined(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Mapping[st
     how = "pass what session.checkpoint() returned, or those of all ranks with sharded=True"
     for one in ranks:
         if not isinstance(one, Mapping):
-            raise UsageError(f"restore() of a {type(one).__name__}; {how}")
+            raise UsageError(f"this checkpoint is a {type(one).__name__}; {how}")
         if not one or {*one} - {*PARTS}:
             found = ", ".join(sorted(map(str, one))) or "nothing"
             raise UsageError(f"this checkpoint has {found}; allowed: {', '.join(PARTS)}; {how}")
+        if (mistake := next(mistakes(one), None)) is not None:
+            raise UsageError(f"this checkpoint is damaged: {mistake}; {how}")
     if isinstance(state, Mapping):
         return state
     whole = {key: one[key] for one in ranks for key in one if key != "optimizer"}
@@ -74,20 +77,25 @@ def joined(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Mapping[st
     return whole
 
 
-def refusal(state: object, names: Sequence[str], ranks: int | None = None) -> UsageError | None:
+def refusal(state: object, sizes: Mapping[str, int], ranks: int | None = None) -> UsageError | None:
     """Why a state cannot be loaded by a session of these trainable parameters; None: it can be.
 
-    ``ranks``: how many ranks it must come from, where ranks share a model; None: any number.
+    ``sizes``: by name, how many numbers they have. ``ranks``: how many ranks it must come from,
+    where ranks share a model; None: any number.
     """
     how = "pass what session.state_dict() returned"
     if not isinstance(state, Mapping):
         return UsageError(f"this state is a {type(state).__name__}; {how}")
-    if state.get("version") != VERSION:
-        return UsageError(f"this state has version {state.get('version')!r}; allowed: {VERSION}")
+    version = state.get("version")
+    if type(version) is not int or version != VERSION:
+        return UsageError(f"this state has version {version!r:.40}; allowed: {VERSION}")
     if missing := KEYS - state.keys():
         return UsageError(f"this state lacks {sorted(missing)}; {how}")
+    mistake = next(session_mistakes(state, sizes if ranks is None else None), None)
+    if mistake is not None:
+        return UsageError(f"this state is damaged: {mistake}; {how}")
     saved, codecs = state["ready_order"], state["codecs"]
-    if saved is not None and (differing := sorted(set(saved["names"]) ^ set(names))):
+    if saved is not None and (differing := sorted(set(saved["names"]) ^ set(sizes))):
         return UsageError(
             f"this state is another model's: these parameters are in one of the two alone: "
             f"{differing[:5]}"

@@ -16,7 +16,7 @@ from torch import nn
 
 from slipstream.cluster.connect import Cluster
 from slipstream.data.uneven_inputs import UnevenInputLoader
-from slipstream.errors import UsageError
+from slipstream.errors import ModelError, SlipstreamError, UsageError
 from slipstream.gradients.segments import SegmentStats
 from slipstream.local.open_training import OpenTraining
 from slipstream.parallel.dims import ParallelDims
@@ -379,7 +379,13 @@ class Session(Generic[M, O]):
         if "model" in state:
             whole.load_full_state_dict(state["model"])
         if "optimizer" in state:
-            whole.load_full_optimizer_state_dict(state["optimizer"])
+            try:
+                whole.load_full_optimizer_state_dict(state["optimizer"])
+            except SlipstreamError:
+                raise
+            except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                words = str(error).strip().partition("\n")[0]
+                raise ModelError(f"the state is another optimizer's: {words}") from error
         if "session" in state:
             self._load(state["session"])
 

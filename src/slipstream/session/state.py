@@ -90,11 +90,17 @@ class SessionState:
             MismatchError: ranks load different states.
         """
         mesh, control = self.dims.mesh, self.dims.control
-        trainable = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        trainable = {
+            name: p.numel() * (2 if p.is_complex() else 1)
+            for name, p in self.model.named_parameters()
+            if p.requires_grad
+        }
         ranks = mesh.data * mesh.model_parallel if mesh.model_parallel > 1 else None
         error = checkpoint.refusal(state, trainable, ranks)
         if control is not None:
-            agree({"state": checkpoint.digest(state)}, control, error)
+            # one that is damaged may have no digest
+            digest = checkpoint.digest(state) if error is None else str(error)
+            agree({"state": digest}, control, error)
         elif error is not None:
             raise error
 
@@ -108,9 +114,9 @@ class SessionState:
                 stacklevel=3,
             )
         if (position := state.get("data")) is not None:
-            if self.balance is not None:
+            if self.balance is not None and "epoch" in position:
                 self.balance.load_state_dict(position)
-            elif self.loader is not None:
+            elif self.balance is None and self.loader is not None:
                 self.loader.go_to(position)
         steps: int = state["steps"]
         self.precision.load_state_dict(state.get("loss_scale"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -179,7 +180,7 @@ def join_shards(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     first = by_rank[0]
     state: dict[int, dict[str, Any]] = {}
     for number, values in first["optimizer"]["state"].items():
-        every = [by_rank[rank]["optimizer"]["state"][number] for rank in range(count)]
+        every = [by_rank[rank]["optimizer"]["state"].get(number, {}) for rank in range(count)]
         shape = first["shapes"].get(number)
         join = partial(_join, every, shape)
         state[number] = {key: join(key, value) for key, value in values.items()}
@@ -193,6 +194,13 @@ def _join(
     if shape is None or not isinstance(value, torch.Tensor) or not value.ndim:
         return value
     size, stride = shape
+    parts = [values.get(key) for values in every]
+    found = sum(part.numel() for part in parts if isinstance(part, torch.Tensor))
+    if found != prod(size) or any(getattr(part, "dtype", None) != value.dtype for part in parts):
+        raise UsageError(
+            f"the ranks' shards of the optimizer's {key} have {found} numbers, its "
+            f"parameter {prod(size)}; pass the files that all ranks saved together"
+        )
     whole = torch.empty_strided(size, stride, dtype=value.dtype)
-    flat(whole).copy_(torch.cat([values[key].view(-1) for values in every]))
+    flat(whole).copy_(torch.cat([part.reshape(-1) for part in parts]))
     return whole

@@ -163,7 +163,11 @@ class OneOf:
         kinds = {variant.model_fields["kind"].default for variant in known}
         for variant in _descendants(self._family):
             # a kind of this package stays its own, even where a class outside inherits it
-            if kind and kind not in kinds and variant.model_fields["kind"].default == kind:
+            if (
+                isinstance(kind, str)
+                and kind not in kinds
+                and variant.model_fields["kind"].default == kind
+            ):
                 return variant(**read)
         return validate(value)
 

@@ -74,10 +74,12 @@ def _locate(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[type[Ba
     owner, field, place = model, "", ""
     for part in loc:
         inner = _inner(owner, field)
-        if isinstance(part, int) and _is_list(owner, field):
+        if isinstance(part, int):
             place += f"[{part}]"
         elif len(inner) > 1 and part in inner:  # pydantic puts a variant's kind into the place
             owner, field = inner[part], ""
+        elif field and not inner:  # pydantic names the member of a union: literal['auto']
+            continue
         else:
             owner = next(iter(inner.values()), owner)
             field, place = str(part), f"{place}.{part}".removeprefix(".")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import groupby
@@ -16,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import TraceError
+from slipstream.files import document
+from slipstream.files.document import MIB, Unreadable
+from slipstream.files.write import write_whole
+from slipstream.trace.checks import mistake, wrong_description
 from slipstream.trace.event import (
     BACKWARD,
     DATA_WAIT,
@@ -32,6 +35,8 @@ from slipstream.trace.event import (
 )
 from slipstream.trace.intervals import lanes
 
+LONGEST = 512 * MIB
+"""Bytes of a trace file, packed and unpacked."""
 _FORMAT = "slipstream trace 1"
 _ROWS = ("iteration", "marks", "data", "compute", "exchange", "other")
 _COMPUTE = (FORWARD, BACKWARD, OPTIMIZER, MEETING_WAIT, *STAGE_SPANS)
@@ -79,7 +84,7 @@ def write(trace: Trace, path: str | Path) -> None:
     data = json.dumps(content, allow_nan=False).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     # mtime=0: equal traces make equal files
-    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+    write_whole(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 
 
 def read(path: str | Path) -> Trace:
@@ -99,12 +104,15 @@ def read(path: str | Path) -> Trace:
     entries = content.get("traceEvents")
     if not isinstance(entries, list):
         raise TraceError(f"{path} is damaged: traceEvents is not a list. Record the trace again.")
-    try:
-        events = tuple(_event(entry) for entry in entries if entry["ph"] == "X")
-    except (KeyError, TypeError, ValueError) as error:
-        raise TraceError(
-            f"{path} is damaged: an event cannot be read ({error!r:.80}). Record the trace again."
-        ) from error
+    for number, entry in enumerate(entries):
+        if (problem := mistake(entry)) is not None:
+            raise TraceError(
+                f"{path} is damaged: traceEvents[{number}] cannot be read: {problem}. Record the "
+                "trace again."
+            )
+    if (problem := wrong_description(other)) is not None:
+        raise TraceError(f"{path} is damaged: otherData.{problem}. Record the trace again.")
+    events = tuple(_event(entry) for entry in entries if entry["ph"] == "X")
     if not any(event.name == ITERATION for event in events):
         raise TraceError(
             f"{path} holds no iteration ({len(events)} other events). Set trace.steps in the "
@@ -117,20 +125,20 @@ def load_json(path: str | Path, what: str) -> Any:
     """The JSON value in a file, compressed or not; errors say to give ``what``.
 
     Raises:
-        TraceError: The file cannot be read, or is damaged or not JSON.
+        TraceError: The file cannot be read, is longer than LONGEST, or is damaged or not JSON.
     """
     try:
-        data = Path(path).read_bytes()
-        return json.loads(gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        problem = f"is truncated or damaged: gzip says {error!s:.80}. Copy or record it again."
+        data = document.unpacked(document.read_bytes(path, LONGEST), LONGEST)
+        if (found := document.parse_json(document.decoded(data))) is not None:
+            return found
+        problem = "is not JSON: it is empty"
     except OSError as error:
-        problem = f"cannot be read: {error.strerror}. Give the path of {what}."
-    except ValueError as error:
-        problem = f"is not JSON: {error!s:.80}. Give {what}."
+        problem = f"cannot be read: {error.strerror}"
+    except Unreadable as error:
+        problem = f"cannot be read: {error}"
         if Path(path).suffix in (".yaml", ".yml"):  # a strategy, or a description of a cluster
-            problem = f"is YAML. Give {what}."
-    raise TraceError(f"{path} {problem}")
+            problem = "is YAML"
+    raise TraceError(f"{path} {problem}. Give {what}.")
 
 
 def _ns(seconds: float) -> int:

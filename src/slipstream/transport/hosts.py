@@ -171,7 +171,10 @@ def _answer(
     while missing:
         caller, _ = listener.accept()
         caller.settimeout(HELLO_SECONDS)
-        hello = caller.recv(_HELLO.size, socket.MSG_WAITALL)
+        try:
+            hello = caller.recv(_HELLO.size, socket.MSG_WAITALL)
+        except OSError:  # a stranger that is silent, or has left
+            hello = b""
         known, peer, number = _HELLO.unpack(hello.ljust(_HELLO.size, b"\0"))
         if not secrets.compare_digest(known, secret) or (peer, number) not in missing:
             caller.close()

@@ -16,6 +16,7 @@ from statistics import fmean, median, quantiles
 from typing import Literal, NamedTuple
 
 from slipstream.errors import TraceError
+from slipstream.files.write import write_whole
 from slipstream.strategy import Strategy, at_once
 from slipstream.trace import Trace, chrome
 from slipstream.trace.timeline import timeline
@@ -26,6 +27,8 @@ MARK = "SLIPSTREAM_TRIAL"
 """Environment variable of every process of a trial; finds those that outlive their parents."""
 
 TRACE, OUTPUT, STRATEGY = "trace.json", "output.log", "strategy.yaml"
+_CONTROL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f]")
+"""Colours, and all else that a terminal would obey."""
 _ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b.*")
 
 
@@ -79,7 +82,7 @@ class Trials:
         trace = {"steps": self.steps, "skip": self.skip, "folder": str(folder)}
         codec = at_once(strategy.gradients.codec)
         traced = strategy.with_gradients(codec=codec).document() | {"trace": trace}
-        (folder / STRATEGY).write_text(Strategy.load(traced).to_yaml())
+        write_whole(folder / STRATEGY, Strategy.load(traced).to_yaml())
         return measure(self.command(folder), folder, limit)
 
 
@@ -123,7 +126,7 @@ def started(command: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[b
 
 def last_words(folder: Path) -> str:
     """The last line of a command's output that names an error, else its last line; and the file."""
-    text = (folder / OUTPUT).read_text(errors="replace")
+    text = _CONTROL.sub("", (folder / OUTPUT).read_text(errors="replace"))
     lines = [stripped for line in text.splitlines() if (stripped := line.strip(" \u2502"))]
     errors = [match[0] for line in lines if (match := _ERROR.match(line))]
     return (errors or lines or ["it wrote nothing"])[-1] + _where(folder)

@@ -22,6 +22,7 @@ from slipstream.cli.demo.report import alternation, result
 from slipstream.cli.options import LinkRate, check_writable
 from slipstream.cli.ranks import PORT, describe_hosts, run_on_this_host
 from slipstream.errors import LaunchError, TraceError
+from slipstream.files.write import write_whole
 from slipstream.planner.network.profile import NetworkProfile
 from slipstream.report.report import html
 from slipstream.testbed import Testbed, format_rate, unavailable
@@ -130,4 +131,4 @@ def _write_page(folder: Path, measured: Measured) -> None:
     trace = chrome.read(folder / "trace.json")
     findings = {EXACT: advise(trace, NetworkProfile.load(folder / "cluster.yaml"))}
     page = html([(EXACT, trace)], findings=findings, alternation=alternation(measured))
-    (folder / "report.html").write_text(page, encoding="utf-8")
+    write_whole(folder / "report.html", page)

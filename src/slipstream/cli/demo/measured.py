@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from slipstream.cli.demo.codec_choice import Candidate
 from slipstream.errors import TraceError
+from slipstream.files.write import write_whole
+from slipstream.trace.chrome import load_json
 from slipstream.tuner.significance import median_interval
 
 DDP, EXACT, LOSSY, ALONE = "DDP", "slipstream, exact", "slipstream, lossy", "no exchange"
@@ -62,7 +64,7 @@ class Measured:
     def write(self, path: Path) -> None:
         """Write the numbers and what they say as JSON."""
         gains = {name: gain(self, name)._asdict() for name in self.trainings if name != DDP}
-        path.write_text(json.dumps(asdict(self) | {"gains": gains}, indent=1))
+        write_whole(path, json.dumps(asdict(self) | {"gains": gains}, indent=1))
 
     @classmethod
     def read(cls, path: Path) -> Measured:
@@ -73,7 +75,7 @@ class Measured:
         """
         if not path.is_file():
             raise TraceError(f"the demo wrote no numbers to {path}; its output says why")
-        document: dict[str, Any] = json.loads(path.read_text())
+        document: dict[str, Any] = load_json(path, "a file of slipstream demo")
         document.pop("gains")
         candidates = [Candidate(*values) for values in document.pop("candidates")]
         return cls(**document, candidates=candidates)

@@ -33,6 +33,7 @@ from slipstream.cli.demo.progress import Bars
 from slipstream.cli.demo.task import DemoBatch
 from slipstream.cli.demo.trainings import Ddp, DemoTraining, Local, Slipstream, distance
 from slipstream.cluster.connect import connect, from_environ
+from slipstream.files.write import write_whole
 from slipstream.planner.iteration.traced import traced_strategy
 from slipstream.planner.iteration.transport_cost import curves_of, transport_kind
 from slipstream.strategy import PowerSgdConfig, Strategy
@@ -251,7 +252,7 @@ def leave_strategies(
     In PowerSGD's file the ``first`` updates are dense, as they were here.
     """
     of_slipstream = {n: one for n, one in trainings.items() if isinstance(one, Slipstream)}
-    (folder / "exact.yaml").write_text(settings(exact))
+    write_whole(folder / "exact.yaml", settings(exact))
     (folder / "lossy.yaml").unlink(missing_ok=True)
     if LOSSY in of_slipstream:
         strategy = of_slipstream[LOSSY].session.strategy
@@ -259,10 +260,10 @@ def leave_strategies(
         if isinstance(codec, PowerSgdConfig):
             late = codec.model_copy(update={"start_step": first})
             strategy = strategy.with_gradients(codec=late)
-        (folder / "lossy.yaml").write_text(settings(strategy))
-    (folder / "local.yaml").write_text(format_yaml(MEETINGS.document()))
+        write_whole(folder / "lossy.yaml", settings(strategy))
+    write_whole(folder / "local.yaml", format_yaml(MEETINGS.document()))
     reports = [one.session.report() for one in of_slipstream.values()]
-    (folder / "overview.txt").write_text("\n".join(reports) + "\n")
+    write_whole(folder / "overview.txt", "\n".join(reports) + "\n")
 
 
 def settings(strategy: Strategy) -> str:

@@ -21,6 +21,7 @@ from slipstream.cli.plan import options
 from slipstream.cli.plan.memory import Estimated, Speed, plan_memory
 from slipstream.cli.plan.tables import besides, curve, ranking, ranks
 from slipstream.errors import StrategyError
+from slipstream.files.write import write_whole
 from slipstream.planner.forecast import Forecast
 from slipstream.planner.network.profile import NetworkProfile
 from slipstream.planner.search.label import label
@@ -234,7 +235,7 @@ def _refuse(context: str, **options: object) -> None:
 def write_strategy(strategy: Strategy, output: Path) -> None:
     """Write YAML or JSON, by the suffix."""
     is_json = output.suffix.lower() == ".json"
-    output.write_text(strategy.to_json() if is_json else strategy.to_yaml())
+    write_whole(output, strategy.to_json() if is_json else strategy.to_yaml())
 
 
 def _point(point: ScaleOutPoint) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import ModelError, SlipstreamError
+from slipstream.files.write import write_whole
 from slipstream.memory import Estimate, estimate
 from slipstream.memory.estimate.estimate import Regions
 from slipstream.optim import Lamb, Lars
@@ -233,7 +234,7 @@ def main() -> None:
         result = document(estimate_job(job), job["memory"])
     except SlipstreamError as error:
         result = {"error": str(error)}
-    answer.write_text(json.dumps(result))
+    write_whole(answer, json.dumps(result), durable=False)
 
 
 if __name__ == "__main__":

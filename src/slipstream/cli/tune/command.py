@@ -34,6 +34,7 @@ from slipstream.cli.ranks import log_folder, refuse_launcher, slipstream
 from slipstream.cli.tune.display import Display, table
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.errors import LaunchError, TestbedError
+from slipstream.files.write import write_whole
 from slipstream.planner.forecast import Forecast
 from slipstream.planner.network.profile import NetworkProfile
 from slipstream.planner.search.ranking import Prediction
@@ -150,7 +151,7 @@ def _predict(
 
 def _notify(log: Path, display: Display, done: Sequence[Trial]) -> None:
     """Write all trials, and show the last one."""
-    log.write_text(json.dumps([asdict(trial) for trial in done], indent=1))
+    write_whole(log, json.dumps([asdict(trial) for trial in done], indent=1))
     display.show(done[-1])
 
 

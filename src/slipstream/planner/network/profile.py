@@ -14,6 +14,8 @@ from typing import Any, Literal, Self, get_args
 from pydantic import Field, ValidationError, model_validator
 
 from slipstream.errors import ClusterError, StrategyError
+from slipstream.files.document import MIB, Unreadable, decoded, read_bytes
+from slipstream.files.write import write_whole
 from slipstream.planner.network.costs import CodecCost, Contention, HalfSpeed
 from slipstream.planner.network.curve import Curve
 from slipstream.strategy import Strategy
@@ -43,6 +45,8 @@ ROUNDS: Mapping[CollectiveName, int] = {
 Curves = Mapping[GroupKind, tuple[CollectiveName, ...]]
 """Names of curves, by kind of groups."""
 
+LONGEST = 4 * MIB
+"""Bytes of a file."""
 FRAMES = 1514 / 1448
 """Bytes on an Ethernet link for a byte of TCP payload: headers in frames of 1514 bytes."""
 
@@ -176,15 +180,13 @@ class NetworkProfile(Contention):
                 every problem.
         """
         try:
-            document = parse_yaml(Path(path).read_text(encoding="utf-8-sig"))
+            document = parse_yaml(decoded(read_bytes(path, LONGEST)))
             if (kind := _other_kind(document)) is not None:
                 raise ClusterError(f"{path} is {kind}; give a file of slipstream doctor network")
             return cls.model_validate_json(json.dumps(_without_ring(document), default=str))
         except OSError as error:
             problem = f"cannot be read: {error.strerror}; check the path"
-        except UnicodeDecodeError as error:
-            problem = f"not UTF-8 text: {error.reason}"
-        except StrategyError as error:  # from parse_yaml
+        except (StrategyError, Unreadable) as error:
             problem = str(error)
         except ValidationError as error:
             problem = f"not a description of a cluster:{_problems(error)}"
@@ -198,7 +200,7 @@ class NetworkProfile(Contention):
         """
         document = format_yaml(self.model_dump(mode="json", exclude_none=True))
         try:
-            Path(path).write_text(document, encoding="utf-8")
+            write_whole(path, document)
         except OSError as error:
             problem = f"{path}: cannot be written: {error.strerror}; choose another file"
             raise ClusterError(problem) from error

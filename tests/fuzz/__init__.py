@@ -1,0 +1,1 @@
+"""Files that nobody should trust: made of good ones, read by all that reads them."""
