@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 from slipstream.version import __version__
 
 if TYPE_CHECKING:
+    from slipstream.checkpoint.checkpoints import Checkpoints as Checkpoints
     from slipstream.errors import SlipstreamError as SlipstreamError
     from slipstream.session.accelerate import accelerate as accelerate, data_share as data_share
     from slipstream.session.session import Session as Session
     from slipstream.strategy import Strategy as Strategy
 
 _HOMES = {
+    "Checkpoints": "slipstream.checkpoint.checkpoints",
     "Session": "slipstream.session.session",
     "SlipstreamError": "slipstream.errors",
     "Strategy": "slipstream.strategy",
@@ -26,7 +28,15 @@ _HOMES = {
     "data_share": "slipstream.session.accelerate",
 }
 
-__all__ = ["Session", "SlipstreamError", "Strategy", "__version__", "accelerate", "data_share"]
+__all__ = [
+    "Checkpoints",
+    "Session",
+    "SlipstreamError",
+    "Strategy",
+    "__version__",
+    "accelerate",
+    "data_share",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -10,6 +10,7 @@
     |-- CommError       (ValueError)    an operator of comm got invalid arguments
     |-- ExchangeError   (RuntimeError)  an exchange failed: names rank, step, segment and parameters
     |-- DataError       (RuntimeError)  samples could not be read; names them
+    |-- CheckpointError (RuntimeError)  a checkpoint was not written, or none can be read
     |-- OffloadError    (RuntimeError)  activations cannot be offloaded or fetched back
     |-- LaunchError     (RuntimeError)  a script could not be started
     `-- TestbedError    (RuntimeError)  hosts and links cannot be emulated on this machine
@@ -56,6 +57,10 @@ class ExchangeError(SlipstreamError, RuntimeError):
 
 class DataError(SlipstreamError, RuntimeError):
     """Samples could not be read: a worker died or hangs, no memory; names the samples."""
+
+
+class CheckpointError(SlipstreamError, RuntimeError):
+    """A checkpoint was not written, or none that is there can be read; names path and rank."""
 
 
 class OffloadError(SlipstreamError, RuntimeError):

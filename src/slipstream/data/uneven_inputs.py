@@ -20,6 +20,7 @@ from weakref import ref
 
 import torch.distributed as dist
 
+from slipstream.data import pass_random
 from slipstream.data.agreement import Agreement
 from slipstream.data.lengths import certain_length
 from slipstream.errors import DataError, UsageError
@@ -91,6 +92,23 @@ class UnevenInputLoader:
         self.before_next: Callable[[], None] | None = None
         self._pass: ref[_Pass] | None = None  # weak: a pass left by ``break`` is over
         self._skip = 0
+        self._drawn_with: pass_random.States | None = None
+
+    @property
+    def drawn_with(self) -> pass_random.States | None:
+        """The random states with which the present pass began, of this rank; None: there is no
+        pass, or the loader keeps its place itself."""
+        if self._followed is not None:
+            return self._followed.drawn_with
+        there = self._pass is not None and self._pass() is not None
+        return self._drawn_with if there and not self._keeps_place(self._loader) else None
+
+    def draw_with(self, states: pass_random.States) -> None:
+        """Let the next pass, if it skips batches, draw its order as one that began so."""
+        if self._followed is not None:
+            self._followed.draw_with(states)
+        else:
+            self._drawn_with = states
 
     def position(self) -> dict[str, Any]:
         """The place in the present pass: the loader's own state, or how many batches it has
@@ -177,9 +195,15 @@ class UnevenInputLoader:
             self._agreement.settle()
         if self._on_start is not None:
             self._on_start()
-        batches = iter(self._loader)
-        begun.skip(batches, self._skip)
         goes_on = self._skip > 0
+        if not goes_on or self._drawn_with is None:
+            self._drawn_with = pass_random.states(self._loader)
+            batches = iter(self._loader)
+            begun.skip(batches, self._skip)
+        else:
+            with pass_random.drawn_with(self._loader, self._drawn_with):
+                batches = iter(self._loader)
+                begun.skip(batches, self._skip)
         self._pass, self._skip = ref(begun), 0
         if self._group is None:
             return batches, None
