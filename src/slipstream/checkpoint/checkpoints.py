@@ -189,7 +189,7 @@ class Checkpoints:
             raise UsageError(f"every={every}: must be at least 1 update")
         self._bind(session)
         now, before = _count(session), self._seen
-        if now == before:
+        if now == before or not session.between_updates:  # after a flush(): in the next window
             return
         self._seen = now
         number = self._signals.due() if self._signals.wanted else 0
@@ -291,7 +291,8 @@ class Checkpoints:
         return "", saved
 
     def _take(self, session: AnySession, saved: Sequence[Mapping[str, Any]]) -> None:
-        session.restore([{k: v for k, v in one.items() if k != BESIDE} for one in saved])
+        states = [{k: v for k, v in one.items() if k != BESIDE} for one in saved]
+        session.restore([state for state in states if state])
         same = len(saved) == session.world_size
         mine = saved[session.rank if same else 0][BESIDE]
         if missing := sorted({*self._also} - {*mine["also"]}):
@@ -320,8 +321,10 @@ class Checkpoints:
                 "random": randomness.state(),
                 "pass": None if loader is None else loader.drawn_with,
             }
-            state = {**session.checkpoint(sharded=True), BESIDE: beside}
-            pieces = parts.cut(state, session.rank)
+            state = session.checkpoint(sharded=True)
+            if session.rank and state["optimizer"]["ranks"] == 1:
+                del state["optimizer"]  # the first rank has the same
+            pieces = parts.cut({**state, BESIDE: beside}, session.rank)
         except Exception as failure:
             error = failure
         if self._group is not None:

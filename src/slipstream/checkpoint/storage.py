@@ -15,10 +15,13 @@ from typing import IO, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -56,7 +59,7 @@ class _Written(WriteResult):
     sums: Sums
 
 
-class CheckpointWriter(dcp.FileSystemWriter):
+class CheckpointWriter(FileSystemWriter):
     """torch's writer; the first rank gives the folder its name once all ranks have written.
 
     Args:
@@ -116,11 +119,11 @@ def save(
     Raises:
         CheckpointException: on every rank alike; says what failed on which.
     """
-    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    planner = DefaultSavePlanner(flatten_state_dict=False)
     if group is not None:
-        dcp.save(dict(pieces), storage_writer=writer, planner=planner, process_group=group)
+        dcp_save(dict(pieces), storage_writer=writer, planner=planner, process_group=group)
         return
-    # dcp.save does this, too, but warns that there is one process
+    # torch's save() does this, too, but warns that there is one process
     planner.set_up_planner(dict(pieces), is_coordinator=True)
     writer.set_up_storage_writer(True)
     plans, metadata = planner.create_global_plan(
@@ -155,7 +158,7 @@ class _IndexUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class CheckpointReader(dcp.FileSystemReader):
+class CheckpointReader(FileSystemReader):
     """torch's reader, but for its index, which is read as data."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -210,9 +213,9 @@ def read(path: str | Path) -> list[dict[str, Any]]:
         if not isinstance(entry, TensorStorageMetadata):
             raise BrokenCheckpoint(f"{INDEX}: {key} is no tensor")
         pieces[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
     with warnings.catch_warnings():
         # every rank reads all by itself
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        dcp.load(pieces, storage_reader=reader, planner=planner, no_dist=True)
+        dcp_load(pieces, storage_reader=reader, planner=planner, no_dist=True)
     return [parts.joined(pieces, rank) for rank in range(ranks)]

@@ -255,6 +255,13 @@ class Session(Generic[M, O]):
         self._must_be_open("sync_gradients")
         return self._loop.update_follows
 
+    @property
+    def between_updates(self) -> bool:
+        """Whether no gradients wait for an update: `checkpoint` and `restore` are allowed."""
+        self._must_be_open("between_updates")
+        self._loop.settle()
+        return not self._loop.window_open
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients stay on this rank and add up; the next backward outside averages them.

@@ -71,7 +71,8 @@ def maximum(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def maximum_later(values: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
     """Begin `maximum`; ``values`` are the largest once the returned work has been waited for."""
-    return dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=True)
+    work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=True)
+    return work if isinstance(work, dist.Work) else None  # None: outside the group
 
 
 def any_of(flag: bool, group: dist.ProcessGroup) -> bool:
