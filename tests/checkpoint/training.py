@@ -89,7 +89,10 @@ SETTINGS = {
         {
             "gradients": {"codec": "int8", "transport": "sharded", "accumulate": 2},
             "precision": {
-                "kind": "autocast", "dtype": "fp16", "loss_scale": SCALE, "emulate": True
+                "kind": "autocast",
+                "dtype": "fp16",
+                "loss_scale": SCALE,
+                "emulate": True,
             },
         }
     ),
@@ -97,7 +100,10 @@ SETTINGS = {
         {
             "gradients": {"transport": "sharded"},
             "precision": {
-                "kind": "half_weights", "dtype": "fp16", "loss_scale": SCALE, "emulate": True
+                "kind": "half_weights",
+                "dtype": "fp16",
+                "loss_scale": SCALE,
+                "emulate": True,
             },
         }
     ),
@@ -181,9 +187,10 @@ def train(
                     scheduler.step()
                     losses.clear()
                 saved.step(session, every=every)
-                if done == updates:
+                if done >= updates:
                     return flat(session.checkpoint("model")["model"])
-            session.flush()
+            if session.flush():
+                scheduler.step()
     raise AssertionError
 
 

@@ -353,7 +353,7 @@ class Checkpoints:
         self._failed = (
             f"the checkpoint after update {writing.updates} was not written to "
             f"{self._folder.path} ({where}); {_advice(where, self._keep)}. Those before it are as "
-            "they were, and training may go on"
+            "they were"
         )
 
     def _complain(self) -> None:
@@ -420,5 +420,9 @@ def _count(session: AnySession) -> int:
 
 def _advice(where: str, keep: int) -> str:
     if "Errno 28" in where or "Errno 122" in where:
-        return f"free space there, or keep fewer (keep={keep}), and call save() again"
-    return "see that every rank can write there, and call save() again"
+        return (
+            f"free space there, or keep fewer (keep={keep}); training may go on, call save() again"
+        )
+    if "gloo" in where:
+        return "another rank has ended: its log says why"
+    return "see that every rank can write there; training may go on, call save() again"

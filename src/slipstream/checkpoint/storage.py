@@ -143,7 +143,7 @@ def failures(error: BaseException) -> dict[int | None, str]:
 def words(error: BaseException) -> str:
     """Say in a line what went wrong."""
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
+    return f"{type(error).__name__}: {lines[0].partition('. This is')[0]}"
 
 
 class _IndexUnpickler(pickle.Unpickler):

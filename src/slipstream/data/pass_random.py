@@ -32,9 +32,12 @@ def states(loader: object) -> States:
 
 
 @contextmanager
-def drawn_with(loader: object, saved: States) -> Iterator[None]:
-    """Inside, the generators are as saved; torch's default one is then as it was before, those of
-    the loader go on from what they have drawn."""
+def drawn_with(loader: object, saved: States, *, again: bool) -> Iterator[None]:
+    """Inside, where a pass is drawn again, the generators are as saved; then torch's default one is
+    as it was before, and those of the loader go on from what they have drawn."""
+    if not again:
+        yield
+        return
     before = torch.get_rng_state()
     for generator, state in zip(_generators(loader), saved, strict=False):
         generator.set_state(state)

@@ -93,22 +93,22 @@ class UnevenInputLoader:
         self._pass: ref[_Pass] | None = None  # weak: a pass left by ``break`` is over
         self._skip = 0
         self._drawn_with: pass_random.States | None = None
+        self._draws_again = False
 
     @property
     def drawn_with(self) -> pass_random.States | None:
-        """The random states with which the present pass began, of this rank; None: there is no
-        pass, or the loader keeps its place itself."""
+        """The random states with which the present pass began, of this rank; None: no pass."""
         if self._followed is not None:
             return self._followed.drawn_with
         there = self._pass is not None and self._pass() is not None
-        return self._drawn_with if there and not self._keeps_place(self._loader) else None
+        return self._drawn_with if there else None
 
     def draw_with(self, states: pass_random.States) -> None:
-        """Let the next pass, if it skips batches, draw its order as one that began so."""
+        """Let the next pass draw its order as one that began so, which it goes on with."""
         if self._followed is not None:
             self._followed.draw_with(states)
         else:
-            self._drawn_with = states
+            self._drawn_with, self._draws_again = states, True
 
     def position(self) -> dict[str, Any]:
         """The place in the present pass: the loader's own state, or how many batches it has
@@ -196,14 +196,12 @@ class UnevenInputLoader:
         if self._on_start is not None:
             self._on_start()
         goes_on = self._skip > 0
-        if not goes_on or self._drawn_with is None:
+        if not self._draws_again or self._drawn_with is None:
             self._drawn_with = pass_random.states(self._loader)
+        with pass_random.drawn_with(self._loader, self._drawn_with, again=self._draws_again):
             batches = iter(self._loader)
             begun.skip(batches, self._skip)
-        else:
-            with pass_random.drawn_with(self._loader, self._drawn_with):
-                batches = iter(self._loader)
-                begun.skip(batches, self._skip)
+        self._draws_again = False
         self._pass, self._skip = ref(begun), 0
         if self._group is None:
             return batches, None
