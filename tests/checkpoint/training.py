@@ -172,6 +172,8 @@ def train(
         done = session.updates
         first = session.state_dict()["data"].get("epoch", 0)
         for epoch in itertools.count(first):
+            if done >= updates:  # killed after the last one
+                return flat(session.checkpoint("model")["model"])
             if isinstance(sampler := getattr(loader, "sampler", None), DistributedSampler):
                 sampler.set_epoch(epoch)
             losses: list[Tensor] = []
