@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-States = list[torch.Tensor]
+RandomStates = list[torch.Tensor]
 """Of torch's default generator, and of those that the loader has."""
 
 
@@ -26,13 +26,13 @@ def _generators(loader: object) -> list[torch.Generator]:
     return found
 
 
-def states(loader: object) -> States:
+def states(loader: object) -> RandomStates:
     """The states of all generators from which a loader may draw its order."""
     return [generator.get_state() for generator in _generators(loader)]
 
 
 @contextmanager
-def drawn_with(loader: object, saved: States, *, again: bool) -> Iterator[None]:
+def drawn_with(loader: object, saved: RandomStates, *, again: bool) -> Iterator[None]:
     """Inside, where a pass is drawn again, the generators are as saved; then torch's default one is
     as it was before, and those of the loader go on from what they have drawn."""
     if not again:

@@ -92,18 +92,18 @@ class UnevenInputLoader:
         self.before_next: Callable[[], None] | None = None
         self._pass: ref[_Pass] | None = None  # weak: a pass left by ``break`` is over
         self._skip = 0
-        self._drawn_with: pass_random.States | None = None
+        self._drawn_with: pass_random.RandomStates | None = None
         self._draws_again = False
 
     @property
-    def drawn_with(self) -> pass_random.States | None:
+    def drawn_with(self) -> pass_random.RandomStates | None:
         """The random states with which the present pass began, of this rank; None: no pass."""
         if self._followed is not None:
             return self._followed.drawn_with
         there = self._pass is not None and self._pass() is not None
         return self._drawn_with if there else None
 
-    def draw_with(self, states: pass_random.States) -> None:
+    def draw_with(self, states: pass_random.RandomStates) -> None:
         """Let the next pass draw its order as one that began so, which it goes on with."""
         if self._followed is not None:
             self._followed.draw_with(states)
