@@ -24,6 +24,7 @@ LEVELS = (
     ("advisor", "calibration", "local", "sharding"),
     ("report", "tuner"),
     ("session",),
+    ("checkpoint",),
     ("slipstream",),
     ("cli",),
     ("__main__",),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from slipstream.version import __version__
 
 if TYPE_CHECKING:
+    from slipstream.checkpoint.checkpoints import Checkpoints as Checkpoints
     from slipstream.errors import SlipstreamError as SlipstreamError
     from slipstream.session.accelerate import accelerate as accelerate, data_share as data_share
     from slipstream.session.checkpoint_file import (
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from slipstream.strategy import Strategy as Strategy
 
 _HOMES = {
+    "Checkpoints": "slipstream.checkpoint.checkpoints",
     "Session": "slipstream.session.session",
     "SlipstreamError": "slipstream.errors",
     "Strategy": "slipstream.strategy",
@@ -33,6 +35,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Checkpoints",
     "Session",
     "SlipstreamError",
     "Strategy",

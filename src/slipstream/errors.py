@@ -12,8 +12,8 @@
     |-- HangError       (RuntimeError)  the run hangs: names the rank to blame, and where it is
     |-- NonFiniteError  (RuntimeError)  gradients are infinite or NaN: names rank, step, parameter
     |-- ProofError      (RuntimeError)  ranks have drifted apart, or averaged wrongly: names both
-    |-- CheckpointError (ValueError)    a file of a checkpoint that is damaged, or no data alone
     |-- DataError       (RuntimeError)  samples could not be read; names them
+    |-- CheckpointError (RuntimeError)  a checkpoint was not written, or none can be read
     |-- OffloadError    (RuntimeError)  activations cannot be offloaded or fetched back
     |-- LaunchError     (RuntimeError)  a script could not be started
     `-- TestbedError    (RuntimeError)  hosts and links cannot be emulated on this machine
@@ -70,12 +70,12 @@ class ProofError(SlipstreamError, RuntimeError):
     """Ranks have drifted apart, or an average is wrong; names rank, update and tensor."""
 
 
-class CheckpointError(SlipstreamError, ValueError):
-    """A file of a checkpoint that cannot be read, is damaged, or holds more than data."""
-
-
 class DataError(SlipstreamError, RuntimeError):
     """Samples could not be read: a worker died or hangs, no memory; names the samples."""
+
+
+class CheckpointError(SlipstreamError, RuntimeError):
+    """A checkpoint was not written, or none that is there can be read; names path and rank."""
 
 
 class OffloadError(SlipstreamError, RuntimeError):

@@ -188,11 +188,13 @@ def _init_world(environment: Environment, device: torch.device, timeout: timedel
             del keeper
             _stores[url] = store, count()
         store, meetings = _stores[url]
+        # the store of torch's agent outlives a restart, and has the addresses of those that died
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store.set_timeout(timeout)
         run = admit(store, run_token(), url.removeprefix("tcp://"))
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=PrefixStore(f"slipstream/{run}/{next(meetings)}", store),
+            store=PrefixStore(f"slipstream/{run}/{restarts}/{next(meetings)}", store),
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=timeout,

@@ -20,6 +20,7 @@ from weakref import ref
 
 import torch.distributed as dist
 
+from slipstream.data import pass_random
 from slipstream.data.agreement import Agreement
 from slipstream.data.lengths import certain_length
 from slipstream.errors import DataError, UsageError
@@ -91,6 +92,23 @@ class UnevenInputLoader:
         self.before_next: Callable[[], None] | None = None
         self._pass: ref[_Pass] | None = None  # weak: a pass left by ``break`` is over
         self._skip = 0
+        self._drawn_with: pass_random.RandomStates | None = None
+        self._draws_again = False
+
+    @property
+    def drawn_with(self) -> pass_random.RandomStates | None:
+        """The random states with which the present pass began, of this rank; None: no pass."""
+        if self._followed is not None:
+            return self._followed.drawn_with
+        there = self._pass is not None and self._pass() is not None
+        return self._drawn_with if there else None
+
+    def draw_with(self, states: pass_random.RandomStates) -> None:
+        """Let the next pass draw its order as one that began so, which it goes on with."""
+        if self._followed is not None:
+            self._followed.draw_with(states)
+        else:
+            self._drawn_with, self._draws_again = states, True
 
     def position(self) -> dict[str, Any]:
         """The place in the present pass: the loader's own state, or how many batches it has
@@ -177,9 +195,13 @@ class UnevenInputLoader:
             self._agreement.settle()
         if self._on_start is not None:
             self._on_start()
-        batches = iter(self._loader)
-        begun.skip(batches, self._skip)
         goes_on = self._skip > 0
+        if not self._draws_again or self._drawn_with is None:
+            self._drawn_with = pass_random.states(self._loader)
+        with pass_random.drawn_with(self._loader, self._drawn_with, again=self._draws_again):
+            batches = iter(self._loader)
+            begun.skip(batches, self._skip)
+        self._draws_again = False
         self._pass, self._skip = ref(begun), 0
         if self._group is None:
             return batches, None

@@ -67,8 +67,10 @@ class WholeModel:
         self._optimizer.load_state_dict(state)
 
     def sharded_optimizer_state_dict(self) -> dict[str, Any]:
-        """The part of the optimizer's state that this rank has, and which part it is."""
-        return {"rank": 0, "ranks": 1, "shapes": {}, "optimizer": self._optimizer.state_dict()}
+        """The part of the optimizer's state that this rank saves, and which part it is: the whole,
+        unless ranks share the update."""
+        whole = self.full_optimizer_state_dict()
+        return {"rank": 0, "ranks": 1, "shapes": {}, "optimizer": whole}
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale gradients so that the norm of the whole model's is at most ``max_norm``."""

@@ -73,6 +73,8 @@ def joined(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Mapping[st
     whole = {key: one[key] for one in ranks for key in one if key != "optimizer"}
     if parts := [one["optimizer"] for one in ranks if "optimizer" in one]:
         local = all(LOCAL in part for part in parts)
+        alike = all(isinstance(one, dict) and one.get("ranks") == 1 for one in parts)
+        parts = parts[:1] if alike else parts  # every rank has updated the whole
         whole["optimizer"] = joined_ranks(parts) if local else join_shards(parts)
     return whole
 

@@ -21,7 +21,7 @@ from slipstream.gradients.segments import SegmentStats
 from slipstream.local.open_training import OpenTraining
 from slipstream.parallel.dims import ParallelDims
 from slipstream.session.checkpoint import Part, checked, joined
-from slipstream.session.handles import HandleStack
+from slipstream.session.handles import Handle, HandleStack
 from slipstream.session.loop import TrainingLoop
 from slipstream.session.state import SessionState
 from slipstream.session.update_sharding import UpdateSharding
@@ -255,6 +255,13 @@ class Session(Generic[M, O]):
         self._must_be_open("sync_gradients")
         return self._loop.update_follows
 
+    @property
+    def between_updates(self) -> bool:
+        """Whether no gradients wait for an update: `checkpoint` and `restore` are allowed."""
+        self._must_be_open("between_updates")
+        self._loop.settle()
+        return not self._loop.window_open
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients stay on this rank and add up; the next backward outside averages them.
@@ -438,7 +445,21 @@ class Session(Generic[M, O]):
         with self._sharding.model.evaluating():
             yield
 
-    # Report and end.
+    # Beside training, report and end.
+
+    def beside(
+        self, handle: Handle, on_error: Callable[[], object]
+    ) -> torch.distributed.ProcessGroup | None:
+        """Make a group of all ranks, for CPU tensors, for what runs beside training; None: there is
+        one rank. All ranks must call it. ``handle`` is closed before the session is, after an error
+        by ``on_error``, and has rows in the report.
+
+        Raises:
+            UsageError: the session is closed.
+        """
+        self._must_be_open("beside")
+        self._handles.add(handle, on_error=on_error)
+        return self._cluster.new_group(backend="gloo")
 
     @property
     def segments(self) -> tuple[SegmentStats, ...]:

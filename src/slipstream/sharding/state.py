@@ -194,9 +194,10 @@ def _join(
     if shape is None or not isinstance(value, torch.Tensor) or not value.ndim:
         return value
     size, stride = shape
-    parts = [values.get(key) for values in every]
-    found = sum(part.numel() for part in parts if isinstance(part, torch.Tensor))
-    if found != prod(size) or any(getattr(part, "dtype", None) != value.dtype for part in parts):
+    parts = [part for values in every if isinstance(part := values.get(key), torch.Tensor)]
+    found = sum(part.numel() for part in parts)
+    fits = len(parts) == len(every) and all(part.dtype == value.dtype for part in parts)
+    if found != prod(size) or not fits:
         raise UsageError(
             f"the ranks' shards of the optimizer's {key} have {found} numbers, its "
             f"parameter {prod(size)}; pass the files that all ranks saved together"

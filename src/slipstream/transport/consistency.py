@@ -69,6 +69,12 @@ def maximum(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return values
 
 
+def maximum_later(values: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """Begin `maximum`; ``values`` are the largest once the returned work has been waited for."""
+    work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=True)
+    return work if isinstance(work, dist.Work) else None  # None: outside the group
+
+
 def any_of(flag: bool, group: dist.ProcessGroup) -> bool:
     """Whether ``flag`` is set on any rank of a group of CPU tensors."""
     with collective_errors("the comparison of the ranks"):

@@ -208,8 +208,12 @@ class BalancedLoader:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
+        # at once, not with the first batch: a pass that is gone on with draws what it has drawn
         self._balance.begin()
-        for batch in self._loader:
+        return self._given(iter(self._loader))
+
+    def _given(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
             self._balance.take()
             yield batch
         self._balance.end()

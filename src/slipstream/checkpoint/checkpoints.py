@@ -1,0 +1,428 @@
+"""``Checkpoints``: save beside training, and go on from the newest one that is whole."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from slipstream.checkpoint import parts, randomness, storage
+from slipstream.checkpoint.folder import BrokenCheckpoint, Folder, check
+from slipstream.checkpoint.stopping import StopSignals
+from slipstream.data.uneven_inputs import UnevenInputLoader
+from slipstream.errors import CheckpointError, UsageError
+from slipstream.parallel.dims import gather_objects
+from slipstream.session.session import Session
+from slipstream.strategy import Row
+from slipstream.transport.consistency import agree
+
+AnySession = Session[Any, Any]
+BESIDE = "rank"
+"""The part of a rank's state that ``session.checkpoint()`` does not have."""
+
+
+class KeepsState(Protocol):
+    """A scheduler, a sampler, a counter of the script."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> object: ...
+
+
+class Checkpoints:
+    """The checkpoints of one run in a folder.
+
+    A checkpoint has all of ``session.checkpoint()``, the states of ``also``, and the random numbers
+    of every rank. It is copied when `save` is called and written by a thread while training goes
+    on, each rank its own part; it counts once it is complete.
+
+    Args:
+        folder: for this run alone; all ranks must see the same.
+        keep: newest ones that stay; an older one is removed once a newer one is complete.
+        also: what else has a state: ``{"scheduler": scheduler}``. Each rank saves its own.
+        on_signal: signals after which `step` saves on all ranks and ends the script with code
+            128 + signal: ``(signal.SIGTERM,)``. One rank that gets it is enough. Handlers that the
+            script has set are called, too.
+
+    Raises:
+        UsageError: ``keep`` is less than 1.
+
+    Example:
+        >>> import slipstream, tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> def train(updates):
+        ...     model = torch.nn.Linear(2, 1)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     saved = slipstream.Checkpoints(folder.name)
+        ...     with slipstream.accelerate(model, optimizer) as session:
+        ...         start = saved.restore(session)
+        ...         for update in range(start, updates):
+        ...             session.backward(session.model(torch.ones(4, 2)).square().mean())
+        ...             updated = session.step()
+        ...             saved.step(session, every=2)
+        ...     return start
+        >>> train(5), train(8)
+        (0, 4)
+        >>> folder.cleanup()
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        keep: int = 3,
+        also: Mapping[str, KeepsState] | None = None,
+        on_signal: Iterable[int] = (),
+    ) -> None:
+        if keep < 1:
+            raise UsageError(f"keep={keep}: must be at least 1, the newest checkpoint")
+        self._folder, self._keep, self._also = Folder(Path(folder)), keep, dict(also or {})
+        self._signals = StopSignals(on_signal)
+        self._session: AnySession | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._found: Sequence[Path] = ()  # when the session came, on the first rank
+        self._restored = False
+        self._seen = 0
+        self._writing: _Writing | None = None
+        self._failed: str | None = None
+        self._warned = False
+        self._written = 0
+
+    @property
+    def paths(self) -> list[Path]:
+        """The folders of all that are complete, the oldest first; ``slipstream.checkpoint.read``
+        reads one."""
+        return self._folder.complete()
+
+    def restore(self, session: AnySession) -> int:
+        """Go on from the newest checkpoint that is whole; all ranks call it, before they train.
+
+        One that is torn or has changed since it was written is named in a warning and renamed to
+        ``broken-...``, and the one before it is taken, on all ranks the same.
+
+        Returns:
+            The number of updates so far; 0: there is no checkpoint.
+
+        Raises:
+            CheckpointError: there are some, and none of them is whole.
+            ModelError: it is another model's.
+            UsageError: the session cannot take it, as ``session.restore``.
+        """
+        self._bind(session)
+        self._join()
+        self._restored = True
+        local = session.strategy.local
+        if local is not None and local.rendezvous is not None and session.updates:
+            self._seen = _count(session)
+            return session.updates  # from the other jobs
+        complaints: list[str] = []
+        for path in reversed(self._found):
+            complaint, saved = self._whole(session, path)
+            if complaint:
+                complaints.append(f"{path}: {complaint}")
+                if session.rank == 0:
+                    warnings.warn(
+                        f"the checkpoint {path} is not whole ({complaint}); the one before it is "
+                        "taken",
+                        stacklevel=2,
+                    )
+                continue
+            self._take(session, saved)
+            if session.rank == 0:
+                for broken in self._found[self._found.index(path) + 1 :]:
+                    self._folder.set_aside(broken)
+            self._seen = _count(session)
+            return session.updates
+        if complaints:
+            raise CheckpointError(
+                f"none of the {len(complaints)} checkpoints in {self._folder.path} is whole:\n"
+                + "\n".join(complaints)
+                + "\nto begin anew, name another folder or move them away"
+            )
+        return 0
+
+    def save(self, session: AnySession, *, wait: bool = False) -> None:
+        """Save now; all ranks call it, after an update.
+
+        Waits for the checkpoint before this one, copies the state, and returns: a thread writes it.
+
+        Args:
+            wait: return when it is complete.
+
+        Raises:
+            CheckpointError: the checkpoint before this one was not written (this one is on its
+                way), or with ``wait`` this one.
+            UsageError: a state has something that is no data, an accumulation window is open, or
+                the folder has checkpoints that this run did not `restore`.
+        """
+        self._bind(session)
+        if self._found and not self._restored:
+            raise UsageError(
+                f"{self._folder.path} has checkpoints, the newest {self._found[-1].name}, and this "
+                "run has not begun with them: call restore(session) before the loop, or name "
+                "another folder"
+            )
+        self._join()
+        self._start(session)
+        self._complain()
+        if wait:
+            self.wait()
+
+    def step(self, session: AnySession, *, every: int) -> None:
+        """Save each ``every`` updates, and after a signal of ``on_signal``; call it on all ranks
+        after each ``session.step()``, also where that did not update.
+
+        Under ``local.stretch``, where ranks make different numbers of updates, ``every`` counts
+        ``session.all_updates``.
+
+        Raises:
+            SystemExit: a rank has got a signal, and the checkpoint is complete.
+            CheckpointError, UsageError: as `save`.
+        """
+        if every < 1:
+            raise UsageError(f"every={every}: must be at least 1 update")
+        self._bind(session)
+        now, before = _count(session), self._seen
+        if now == before or not session.between_updates:  # after a flush(): in the next window
+            return
+        self._seen = now
+        number = self._signals.due() if self._signals.wanted else 0
+        if number or now // every > before // every:
+            self.save(session, wait=bool(number))
+        elif self._writing is not None and not self._writing.is_alive():
+            self._join()
+            if self._failed and not self._warned:  # the error comes where all ranks save
+                self._warned = True
+                warnings.warn(self._failed, stacklevel=2)
+        if number:
+            raise SystemExit(128 + number)
+
+    def wait(self) -> None:
+        """Return when what is being written is complete.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self._join()
+        self._complain()
+
+    def close(self) -> None:
+        """Wait for what is being written; ``session.close()`` does this.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self._signals.close()
+        self._join()
+        self._leave()
+        self._complain()
+
+    def report_rows(self) -> Sequence[Row]:
+        """Report how many were written."""
+        note = f"{self._written} written, the newest {self._keep} are kept"
+        return [Row("checkpoints", str(self._folder.path), note)]
+
+    def _abandon(self) -> None:
+        """As `close`, after an error. The threads of all ranks finish what they have begun: one
+        that is gone ends them by an error."""
+        self._signals.abandon()
+        self._join()
+        self._leave()
+        if self._failed and not self._warned:
+            warnings.warn(self._failed, stacklevel=2)
+
+    def _leave(self) -> None:
+        self._session = self._group = None
+        self._found, self._restored = (), False
+
+    def _bind(self, session: AnySession) -> None:
+        """Belong to a session until that is closed; a collective where it is new."""
+        if self._session is session:
+            return
+        if self._session is not None:
+            raise UsageError(
+                "these are the checkpoints of another session, which is open: make Checkpoints "
+                "with a folder of their own for this one"
+            )
+        self._group = session.beside(self, self._abandon)
+        self._session, self._seen = session, 0
+        found: Sequence[Path] = ()
+        error = ""
+        if session.rank == 0:
+            try:
+                self._folder.path.mkdir(parents=True, exist_ok=True)
+                self._folder.sweep()
+                found = self._folder.complete()
+            except OSError as failure:
+                error = f"{type(failure).__name__}: {failure}"
+        (self._found, error), *_ = self._gather((found, error), "the checkpoints that are there")
+        if error:
+            raise CheckpointError(
+                f"rank 0 cannot use the folder {self._folder.path} for checkpoints ({error}); name "
+                "one that it can write"
+            )
+        if self._signals.wanted:
+            self._signals.install(session.beside(self._signals, self._signals.abandon))
+
+    def _gather(self, value: Any, what: str) -> list[Any]:
+        return [value] if self._group is None else gather_objects(value, what, self._group)
+
+    def _whole(self, session: AnySession, path: Path) -> tuple[str, list[dict[str, Any]]]:
+        """The states in a checkpoint, or why no rank takes it, in words; alike on all ranks."""
+        saved: list[dict[str, Any]] = []
+
+        def verify() -> None:
+            check(path, session.rank, session.world_size)
+
+        def load() -> None:
+            saved.extend(storage.read(path))
+
+        for step in (verify, load):
+            errors = self._gather(_error_of(step), "the check of a checkpoint")
+            for rank, error in enumerate(errors):
+                if error:
+                    return f"rank {rank}: {error}", []
+        return "", saved
+
+    def _take(self, session: AnySession, saved: Sequence[Mapping[str, Any]]) -> None:
+        states = [{k: v for k, v in one.items() if k != BESIDE} for one in saved]
+        session.restore([state for state in states if state])
+        same = len(saved) == session.world_size
+        mine = saved[session.rank if same else 0][BESIDE]
+        if missing := sorted({*self._also} - {*mine["also"]}):
+            warnings.warn(
+                f"the checkpoint has no state of {', '.join(missing)}, which begins anew",
+                stacklevel=3,
+            )
+        for name, keeper in self._also.items():
+            if name in mine["also"]:
+                keeper.load_state_dict(mine["also"][name])
+        if not same:  # random numbers of other ranks: each goes on with its own
+            return
+        loader = _loader_of(session)
+        if mine["pass"] is not None and loader is not None:
+            loader.draw_with(mine["pass"])
+        randomness.restore(mine["random"])
+
+    def _start(self, session: AnySession) -> None:
+        """Copy the state, and let a thread write it."""
+        error: Exception | None = None
+        pieces: dict[str, torch.Tensor] = {}
+        try:
+            loader = _loader_of(session)
+            beside = {
+                "also": {name: keeper.state_dict() for name, keeper in self._also.items()},
+                "random": randomness.state(),
+                "pass": None if loader is None else loader.drawn_with,
+            }
+            state = session.checkpoint(sharded=True)
+            if session.rank and state["optimizer"]["ranks"] == 1:
+                del state["optimizer"]  # the first rank has the same
+            pieces = parts.cut({**state, BESIDE: beside}, session.rank)
+        except Exception as failure:
+            error = failure
+        if self._group is not None:
+            agree({}, self._group, error)
+        elif error is not None:
+            raise error
+        count = _count(session)
+        writer = storage.CheckpointWriter(self._folder, count, self._keep)
+        self._writing = _Writing(writer.stage(pieces), writer, self._group, count)
+        self._writing.start()
+
+    def _join(self) -> None:
+        """Wait for the thread; remember its failure."""
+        if (writing := self._writing) is None:
+            return
+        writing.join()
+        self._writing = None
+        if not writing.failures:
+            self._written += 1
+            return
+        where = "; ".join(
+            f"{'this rank' if rank is None else f'rank {rank}'}: {text}"
+            for rank, text in writing.failures.items()
+        )
+        self._warned = False
+        self._failed = (
+            f"the checkpoint after update {writing.updates} was not written to "
+            f"{self._folder.path} ({where}); {_advice(where, self._keep)}. Those before it are as "
+            "they were"
+        )
+
+    def _complain(self) -> None:
+        failed, self._failed = self._failed, None
+        if failed:
+            raise CheckpointError(failed)
+
+
+class _Writing(threading.Thread):
+    """Writes one checkpoint.
+
+    Attributes:
+        updates: of the run when the state was copied.
+        failures: what went wrong, by rank; once the thread has ended.
+    """
+
+    def __init__(
+        self,
+        pieces: Mapping[str, torch.Tensor],
+        writer: storage.CheckpointWriter,
+        group: dist.ProcessGroup | None,
+        updates: int,
+    ) -> None:
+        super().__init__(name=f"checkpoint after update {updates}")
+        self.updates = updates
+        self.failures: dict[int | None, str] = {}
+        self._job: tuple[Any, ...] | None = (pieces, writer, group)
+
+    def run(self) -> None:
+        assert self._job is not None
+        pieces, writer, group = self._job
+        self._job = None  # a group ends with its last reference
+        try:
+            storage.save(pieces, writer, group)
+        except BaseException as error:
+            self.failures = storage.failures(error)
+            if group is None or group.rank() == 0:
+                shutil.rmtree(writer.temporary, ignore_errors=True)
+
+
+def _error_of(step: Callable[[], None]) -> str:
+    try:
+        step()
+    except BrokenCheckpoint as error:
+        return str(error)
+    except Exception as error:  # of torch, which is given what is in the files
+        return storage.words(error)
+    return ""
+
+
+def _loader_of(session: AnySession) -> UnevenInputLoader | None:
+    try:
+        return session.loader
+    except UsageError:
+        return None
+
+
+def _count(session: AnySession) -> int:
+    """The updates that count where all ranks save: the same on all of them."""
+    local = session.strategy.local
+    stretches = local is not None and local.stretch > 0
+    return session.all_updates if stretches else session.updates
+
+
+def _advice(where: str, keep: int) -> str:
+    if "Errno 28" in where or "Errno 122" in where:
+        return (
+            f"free space there, or keep fewer (keep={keep}); training may go on, call save() again"
+        )
+    if "gloo" in where:
+        return "another rank has ended: its log says why"
+    return "see that every rank can write there; training may go on, call save() again"

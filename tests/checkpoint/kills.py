@@ -1,0 +1,94 @@
+"""Trainings that are killed at random moments, and go on from the newest checkpoint that is whole.
+
+python -m tests.checkpoint.kills 100            # kills of each setting
+python -m tests.checkpoint.kills 20 balanced    # of those with this word in their names
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from threading import Timer
+
+import torch
+from torch import Tensor
+
+from slipstream.checkpoint.folder import Folder, updates_of
+from tests.checkpoint.training import SETTINGS, Curve, train
+from tests.harness.ranks import RankFailure, Ranks
+
+KILLED = ("codec, sharded, accumulation, loss scale", "local", "balanced data")
+LATEST = 0.4
+"""Seconds at most from the beginning of an update to the kill: into the next updates, or into the
+writing of a checkpoint, which happens after each."""
+
+
+def life(name: str, folder: str, killed: int | None, after: int, delay: float) -> Tensor:
+    """Train to the end; rank ``killed`` dies some updates on."""
+    count = 0
+
+    def begins(update: int) -> None:
+        nonlocal count
+        if int(os.environ["RANK"]) == killed and count == after:
+            timer = Timer(delay, os.kill, (os.getpid(), signal.SIGKILL))
+            timer.daemon = True
+            timer.start()
+        count += 1
+
+    return train(name, folder, begins=begins)
+
+
+def survive(ranks: Ranks, name: str, kills: int, seed: int) -> tuple[int, int]:
+    """Kill until so many have hit; the kills, and those that left a checkpoint unfinished.
+
+    Every loss that any life has computed must be that of a run that nobody disturbed, and so must
+    the parameters at the end.
+    """
+    chance, hit, unfinished = random.Random(seed), 0, 0
+    with tempfile.TemporaryDirectory() as folder:
+        expected = ranks.run(life, name, folder, None, 0, 0.0)
+        curves = [curve(folder, rank) for rank in range(ranks.size)]
+    while hit < kills:
+        with tempfile.TemporaryDirectory() as folder:
+            found: list[Tensor] = []
+            while not found:
+                victim = chance.randrange(ranks.size) if hit < kills else None
+                moment = chance.randrange(4), LATEST * chance.random()
+                with suppress(RankFailure):
+                    found = ranks.run(life, name, folder, victim, *moment)
+                    continue
+                hit += 1
+                unfinished += newest(folder) < max(curve(folder, 0), default=0)
+            for one, other in zip(found, expected, strict=True):
+                assert torch.equal(one, other), f"{name}: other parameters after {hit} kills"
+            for rank in range(ranks.size):
+                assert curve(folder, rank) == curves[rank], f"{name}: another curve, {hit} kills"
+    return hit, unfinished
+
+
+def newest(folder: str) -> int:
+    """The updates of the newest checkpoint."""
+    return max(map(updates_of, Folder(Path(folder) / "saved").complete()), default=0)
+
+
+def curve(folder: str, rank: int) -> dict[int, set[str]]:
+    """Losses of a rank, by update."""
+    return Curve(Path(folder) / f"curve-{rank}").read()
+
+
+if __name__ == "__main__":
+    words = sys.argv[2:] or KILLED
+    with Ranks(2) as two:
+        for setting in (name for name in SETTINGS if any(word in name for word in words)):
+            begun = time.monotonic()
+            hits, torn = survive(two, setting, int(sys.argv[1]), seed=0)
+            seconds = time.monotonic() - begun
+            print(f"{setting}: {hits} kills, {torn} while a checkpoint was being written; every "
+                  f"loss and the parameters are those of an undisturbed run; {seconds:.0f} s",
+                  flush=True)  # fmt: skip

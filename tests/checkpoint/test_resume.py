@@ -1,0 +1,149 @@
+"""A training that goes on from a checkpoint is the one that nobody interrupted, bit for bit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import slipstream
+from slipstream.checkpoint import Checkpoints, read
+from slipstream.errors import UsageError
+from tests.checkpoint.kills import curve, survive
+from tests.checkpoint.training import SETTINGS, Net, part
+from tests.harness.ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_resumed_run_goes_on_bit_for_bit(name: str, two: Ranks, tmp_path: Path) -> None:
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    whole.mkdir()
+    parted.mkdir()
+    expected = two.run(part, name, str(whole), 17)
+    two.run(part, name, str(parted), 5)  # in the middle of a pass
+    found = two.run(part, name, str(parted), 17)  # over the end of one
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    for rank in range(2):
+        assert curve(str(parted), rank) == curve(str(whole), rank)
+        assert len(curve(str(whole), rank)) >= 15  # a flush() has no loss
+
+
+def test_a_killed_run_goes_on_bit_for_bit(two: Ranks) -> None:
+    assert survive(two, "codec, sharded, accumulation, loss scale", 2, seed=1)[0] >= 2
+
+
+def saved_by(folder: str, strategy: Any) -> Any:
+    """Three updates and a checkpoint; the optimizer's state."""
+    with opened(strategy) as session:
+        saved = Checkpoints(folder)
+        start = saved.restore(session)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for update in range(start, start + 3):
+                session.backward(session.model(words(update)).square().mean())
+                session.step()
+            saved.save(session, wait=True)
+        assert not caught
+        return start, session.checkpoint("model", "optimizer"), session.updates
+
+
+def opened(strategy: Any) -> slipstream.Session[Net, torch.optim.AdamW]:
+    torch.manual_seed(3)
+    model = Net().eval()
+    return slipstream.accelerate(model, torch.optim.AdamW(model.parameters()), None, strategy)
+
+
+def words(update: int) -> torch.Tensor:
+    seed = torch.Generator().manual_seed(update)
+    return torch.randint(23, (4, 5), generator=seed)
+
+
+def restored(folder: str, strategy: Any) -> Any:
+    with opened(strategy) as session, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        start = Checkpoints(folder).restore(session)
+        return start, session.checkpoint("model", "optimizer"), session.updates
+
+
+def values(state: Any) -> list[torch.Tensor]:
+    moments = [v for s in state["optimizer"]["state"].values() for v in s.values()]
+    return [*state["model"].values(), *moments]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", [{}, {"gradients": {"transport": "sharded", "codec": "int8"}}])
+def test_other_numbers_of_ranks_take_it(strategy: Any, two: Ranks, tmp_path: Path) -> None:
+    (start, expected, updates), _ = two.run(saved_by, str(tmp_path), strategy)
+    assert (start, updates) == (0, 3)
+    with Ranks(3) as three:
+        of_three = three.run(restored, str(tmp_path), strategy)
+    for start, state, updates in (restored(str(tmp_path), strategy), *of_three):
+        assert (start, updates) == (3, 3)
+        assert all(map(torch.equal, values(state), values(expected)))
+
+
+def test_also_states_and_random_numbers_are_kept_and_read_as_data(tmp_path: Path) -> None:
+    class Counter:
+        epochs = 7
+
+        def state_dict(self) -> dict[str, int]:
+            return {"epochs": self.epochs}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.epochs = state["epochs"]
+
+    counter = Counter()
+    with opened({}) as session:
+        saved = Checkpoints(tmp_path, also={"counter": counter})
+        saved.save(session)
+        expected = torch.rand(3)
+    counter.epochs = 0
+    with opened({}) as session:
+        Checkpoints(tmp_path, also={"counter": counter}).restore(session)
+        assert torch.equal(torch.rand(3), expected)
+        assert counter.epochs == 7
+        state = read(saved.paths[-1])[0]
+        assert torch.equal(state["model"]["inner.weight"], session.model.inner.weight)
+    with opened({}) as session:
+        saved = Checkpoints(tmp_path, also={"another": counter})
+        with pytest.warns(UserWarning, match="no state of another"):
+            saved.restore(session)
+        counter.state_dict = lambda: {"epochs": counter}  # type: ignore[method-assign,dict-item]
+        with pytest.raises(UsageError, match=r"\['another'\]\['epochs'\].*Counter.* is no data"):
+            saved.save(session)
+
+
+def test_a_folder_of_another_run_is_not_written(tmp_path: Path) -> None:
+    with opened({}) as session:
+        saved = Checkpoints(tmp_path)
+        saved.save(session)
+        with opened({}) as other, pytest.raises(UsageError, match="of another session"):
+            saved.save(other)
+    with opened({}) as session, pytest.raises(UsageError, match=r"call restore\(session\) before"):
+        Checkpoints(tmp_path).save(session)
+    with pytest.raises(UsageError, match="keep=0: must be at least 1"):
+        Checkpoints(tmp_path, keep=0)
+    with opened({}) as session, pytest.raises(UsageError, match="every=0"):
+        Checkpoints(tmp_path).step(session, every=0)
+
+
+def test_training_goes_on_while_the_copy_is_written(tmp_path: Path) -> None:
+    """Changes after `save` are not in it."""
+    with opened({}) as session:
+        before = session.model.inner.weight.detach().clone()
+        saved = Checkpoints(tmp_path)
+        saved.save(session)
+        with torch.no_grad():
+            session.model.inner.weight.fill_(5)
+    assert torch.equal(read(saved.paths[-1])[0]["model"]["inner.weight"], before)

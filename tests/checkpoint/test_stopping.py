@@ -1,0 +1,98 @@
+"""Signals: all ranks save at the same update, and end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.checkpoint import Checkpoints, stopping
+from slipstream.errors import UsageError
+from tests.harness.counters import collectives
+from tests.harness.ranks import Ranks
+from tests.session.training import opened, update
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def stopped(folder: str, victim: int, at: int = 5) -> tuple[Any, int, list[int]]:
+    """Train until one rank gets SIGTERM; the exit code, the updates, and what the script saw."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    updates = 0
+    try:
+        with opened() as session:
+            saved = Checkpoints(folder, on_signal=(signal.SIGTERM,))
+            saved.restore(session)
+            while True:
+                update(session)
+                updates = session.updates
+                if updates == at and session.rank == victim:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                saved.step(session, every=10**6)
+                assert updates < 10_000
+    except SystemExit as end:
+        now = signal.getsignal(signal.SIGTERM)
+        assert getattr(now, "__name__", "") == "<lambda>"  # the script's own again
+        return end.code, updates, seen
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_signal_of_one_rank_stops_all_at_one_update(
+    victim: int, two: Ranks, tmp_path: Path
+) -> None:
+    runs = two.run(stopped, str(tmp_path), victim)
+    assert [code for code, _, _ in runs] == [143, 143]
+    assert len({updates for _, updates, _ in runs}) == 1
+    assert [seen for _, _, seen in runs][victim] == [signal.SIGTERM]
+    (name,) = [path.name for path in tmp_path.iterdir()]
+    assert name == f"update-{runs[0][1]:08}"
+
+
+def test_alone_it_stops_at_once(tmp_path: Path) -> None:
+    assert stopped(str(tmp_path), 0)[:2] == (143, 5)
+    assert stopped(str(tmp_path), 0, at=9)[:2] == (143, 9)
+
+
+def comparisons(folder: str) -> int:
+    """Of 50 fast updates."""
+    with opened() as session:
+        saved = Checkpoints(folder, on_signal=(signal.SIGUSR1,))
+        saved.restore(session)
+        with collectives() as calls:
+            for _ in range(50):
+                update(session)
+                saved.step(session, every=10**6)
+        return [call.num_bytes for call in calls if call.kind == "all_reduce"].count(16)
+
+
+def test_ranks_compare_rarely(two: Ranks, tmp_path: Path) -> None:
+    one, other = two.run(comparisons, str(tmp_path))
+    assert one == other
+    assert 1 <= one <= 25
+
+
+def test_only_the_main_thread_gets_signals() -> None:
+    errors: list[BaseException] = []
+
+    def install() -> None:
+        try:
+            stopping.StopSignals([signal.SIGTERM]).install(None)
+        except UsageError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=install)
+    thread.start()
+    thread.join()
+    assert "on_signal outside the main thread" in str(errors[0])
