@@ -452,6 +452,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         loop=InPipeline,
     ),
     Technique("trace", {"trace": {"steps": 2, "skip": 1}}),
+    Technique("checks", {"checks": {"every": 1, "replay": True, "nonfinite": "skip"}}),
+    Technique("checks allow", {"checks": {"timeout": None, "nonfinite": "allow"}}),
     hook("half", 0.02),
     hook({"kind": "int4", "block": 8}, 0.2),
     hook({"kind": "int8", "block": 64}, 0.05),

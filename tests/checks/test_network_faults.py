@@ -1,0 +1,87 @@
+"""Links that are cut, for ever or for a moment, between emulated hosts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slipstream.testbed import Testbed, unavailable
+
+TIMEOUT, CUT = 8.0, 2
+"""Of the run, and the host whose link is cut."""
+_reason = unavailable()
+pytestmark = pytest.mark.skipif(_reason is not None, reason=str(_reason))
+
+
+@pytest.fixture
+def bed() -> Iterator[Testbed]:
+    with Testbed(nodes=3, rate="1gbit") as bed:
+        yield bed
+
+
+def start(bed: Testbed, folder: Path) -> list[subprocess.Popen[str]]:
+    """A rank on each host; returns once all of them train."""
+    script = str(Path(__file__).parent / "on_hosts.py")
+    ranks = []
+    for node in bed.nodes:
+        rank = {
+            "RANK": str(node.index),
+            "WORLD_SIZE": str(len(bed.nodes)),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": bed.nodes[0].address,
+            "MASTER_PORT": "29500",
+        }
+        argv = [sys.executable, script, str(folder), str(TIMEOUT)]
+        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        ranks.append(bed.popen(node, argv, rank, **pipe))
+    wait_until_all_train(ranks, folder)
+    return ranks
+
+
+def wait_until_all_train(ranks: list[subprocess.Popen[str]], folder: Path) -> None:
+    while not all((folder / f"trains{rank}").exists() for rank in range(len(ranks))):
+        assert all(rank.poll() is None for rank in ranks), ranks[0].communicate()[0]
+        time.sleep(0.05)
+
+
+def link(bed: Testbed, order: str) -> None:
+    node = bed.nodes[CUT]
+    argv = ["ip", "link", "set", node.interface, order]
+    assert bed.popen(node, argv).wait() == 0
+
+
+def test_a_cut_link_ends_all_ranks_and_names_the_host(bed, tmp_path):
+    ranks = start(bed, tmp_path)
+    link(bed, "down")
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert all(rank.returncode for rank in ranks)
+    for rank, words in enumerate(said):
+        assert "HangError" in words, said
+        if rank == CUT:  # it sees nobody else
+            assert "store has not answered" in words
+        else:
+            assert f"rank {CUT} (host node{CUT}) is silent" in words
+            assert "its host down, or its link cut" in words
+
+
+def test_a_link_that_comes_back_harms_nobody(bed, tmp_path):
+    ranks = start(bed, tmp_path)
+    for _ in range(2):
+        link(bed, "down")
+        time.sleep(1.0)
+        link(bed, "up")
+        time.sleep(1.0)
+    time.sleep(TIMEOUT)
+    for path in tmp_path.glob("trains*"):
+        path.unlink()
+    wait_until_all_train(ranks, tmp_path)
+    assert not [*tmp_path.glob("autopsy*/autopsy.json")]
+    for rank in ranks:
+        rank.kill()
+        rank.communicate()
