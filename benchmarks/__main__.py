@@ -115,6 +115,15 @@ def commands() -> Iterator[tuple[str, str]]:
     for task in ("masked", "resnet"):
         coded = f"'data parallel' {' '.join(chosen)}"
         yield f"local-{task}", f"local loss --task {task} --steps 800 --variants {coded}"
+    one = "local loss --task masked --steps 800 --seeds 1 --variants 'data parallel'"
+    slow = "16 steps, 4 fragments, delay 4, int8"
+    yield (
+        "local-masked-inner",
+        (f"{one} '16 steps' '16 steps, inner_state averaged' '{slow}, inner_state averaged'"),
+    )
+    plain = "momentum 0.0, lr 1.0"
+    yield "local-masked-steps", f"{one} '8 steps' '4 steps' '16 steps, {plain}'"
+    yield "local-masked-plain", f"{one} '8 steps, {plain}' '4 steps, {plain}' '{slow}, {plain}'"
     of_auto = (
         "'data parallel' 'data parallel and outer steps' '16 steps' "
         "'16 steps, 4 fragments, delay 2, int4'"

@@ -74,7 +74,12 @@ def measured_with(entry: Entry, words: str = "") -> str:
     """A paragraph that ends with what was measured, and how to measure it again."""
     torch = entry["versions"]["torch"]
     torch = f"{torch}, commit {entry['commit']}" if "commit" in entry else torch
-    return f"{words} torch {torch}. `{entry['command']}`".strip()
+    return f"{words} torch {torch}. `{shown(entry)}`".strip()
+
+
+def shown(entry: Entry) -> str:
+    """The command that measured it, its result where results are, whatever the folder was then."""
+    return re.sub(r"--json \S*/", "--json benchmarks/results/", entry["command"])
 
 
 def one_table(

@@ -11,6 +11,7 @@ from benchmarks.result import (
     measured_with,
     mebibytes,
     one_table,
+    shown,
     span,
     spread,
 )
@@ -115,7 +116,7 @@ def tensor_parallel(entry: Entry) -> Result:
 def recompute(entry: Entry) -> Result:
     """Time and memory of blocks that are computed again."""
     model = entry.get("model", "BERT-Large")
-    parts: list[str | Table] = [f"`{entry['command']}`"]
+    parts: list[str | Table] = [f"`{shown(entry)}`"]
     if (part := entry.get("batch")) is not None:
         parts.append(
             "BERT-Large, 512 tokens, eager attention, one sample: a forward keeps "
