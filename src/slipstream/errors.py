@@ -9,7 +9,7 @@
     |-- MismatchError   (RuntimeError)  ranks disagree about the model or the strategy
     |-- CommError       (ValueError)    an operator of comm got invalid arguments
     |-- ExchangeError   (RuntimeError)  an exchange failed: names rank, step, segment and parameters
-    |-- HangError       (RuntimeError)  the run hangs: names the rank to blame, and where it is
+    |   `-- HangError                   because another rank hangs or has left: names it
     |-- NonFiniteError  (RuntimeError)  gradients are infinite or NaN: names rank, step, parameter
     |-- ProofError      (RuntimeError)  ranks have drifted apart, or averaged wrongly: names both
     |-- DataError       (RuntimeError)  samples could not be read; names them
@@ -58,8 +58,8 @@ class ExchangeError(SlipstreamError, RuntimeError):
     """An exchange between ranks failed; names rank, step, segment and parameters."""
 
 
-class HangError(SlipstreamError, RuntimeError):
-    """The run hangs, or a rank has left it: names rank, host, step and the line of its script."""
+class HangError(ExchangeError):
+    """Another rank hangs, or has left; names rank, host, step and the line of its script."""
 
 
 class NonFiniteError(SlipstreamError, RuntimeError):

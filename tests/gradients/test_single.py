@@ -14,7 +14,7 @@ SCALE = 8.0
 
 
 def engine_of(model: nn.Module) -> GradientEngine:
-    return SingleReplicaEngine(model.parameters(), SingleConfig())
+    return SingleReplicaEngine(dict(model.named_parameters()), SingleConfig())
 
 
 def backward(

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slipstream.errors import ExchangeError
+from slipstream.errors import HangError
 from tests.harness.ranks import RankFailure, Ranks
 from tests.session.training import loss_of, opened, update
 
@@ -35,8 +35,9 @@ def test_an_exception_on_one_rank_ends_all(two: Ranks, at: str) -> None:
         two.run(raise_on_one_rank, at, timeout=40)
     errors = failure.value.errors
     assert type(errors[1]) is KeyError
-    assert type(errors[0]) is ExchangeError
-    assert "Most often another rank has ended" in str(errors[0])
+    assert type(errors[0]) is HangError
+    assert "rank 1 (host" in str(errors[0])
+    assert "has ended with KeyError: 'bad batch' after 1 update" in str(errors[0])
 
 
 def group_after_close() -> tuple[bool, float, bool]:

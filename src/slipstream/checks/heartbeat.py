@@ -26,9 +26,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -144,10 +145,11 @@ class Heartbeat:
         except RuntimeError as error:
             if not _lost_a_peer(error):
                 raise
-            verdict = self.explain(str(error).splitlines()[0])
+            failed, _, _ = str(error).splitlines()[0].partition(". Most often")
+            verdict = self.explain(failed)
             if verdict is None:
                 raise
-            raise HangError(f"rank {self.rank}: {verdict}") from error
+            raise HangError(f"{failed}: {verdict}") from error
 
     def explain(self, reason: str) -> str | None:
         """Ask all ranks why an exchange of this one has failed; None: nobody knows better."""
@@ -368,8 +370,7 @@ class Heartbeat:
             self._learn(json.loads(self._store.get(self._key("verdict"))))
         elif now - self._alarmed_at > 2 * ANSWER_SECONDS + self.interval:
             alone = Autopsy.of({self.rank: self._case(state)}, {}, self.world_size, reason)
-            where = str(self.folder.resolve())
-            self._learn({"verdict": alone.verdict, "first": [self.rank], "folder": where})
+            self._learn({"verdict": alone.verdict, "first": [self.rank]})
 
     def _judge(self, kind: AlarmKind, reason: str, now: float) -> None:
         ranks = range(self.world_size)
@@ -394,11 +395,15 @@ class Heartbeat:
             self._store.set(self._key("verdict"), json.dumps(None))
             return
         autopsy = Autopsy.of(cases, silent, self.world_size, reason)
-        with suppress(OSError):
-            self._write(self.folder / "autopsy.json", autopsy.model_dump_json(indent=1))
-        where = f"{self.folder.resolve()} on {self.host}"
+        has_ended = any(case.state.ended for case in cases.values())
+        words = autopsy.verdict
+        if not has_ended or kind == "left":  # else the rank that failed has said more
+            with suppress(OSError):
+                self._write(self.folder / "autopsy.json", autopsy.model_dump_json(indent=1))
+                words += f" (slipstream autopsy {self.folder.resolve()} on {self.host})"
         can = [rank for rank in autopsy.blamed if rank in cases and not cases[rank].state.ended]
-        verdict = {"verdict": autopsy.verdict, "first": can or [self.rank], "folder": where}
+        first = can or [self.rank]
+        verdict = {"verdict": words, "first": first if kind != "failed" else None}
         self._store.set(self._key("verdict"), json.dumps(verdict))
 
     def _learn(self, found: dict[str, Any] | None) -> None:
@@ -409,13 +414,22 @@ class Heartbeat:
             return
         if self._known.is_set():
             return
-        folder = found["folder"]
-        self.verdict = f"{found['verdict']} (slipstream autopsy {folder})"
+        self.verdict = found["verdict"]
         self._known.set()
         if self._left:
             return
-        goes_first = self.rank in found["first"]
-        threading.Thread(target=self._end_process, args=(goes_first,), daemon=True).start()
+        if found["first"] is None:  # an exchange has failed elsewhere: this rank will see that, too
+            end: Callable[[], None] = self._end_if_still
+        else:
+            end = partial(self._end_process, first=self.rank in found["first"])
+        threading.Thread(target=end, daemon=True).start()
+
+    def _end_if_still(self) -> None:
+        """End this process once its main thread is still, unless that ends itself."""
+        while time.monotonic() - self._alive < self.timeout * STILL:
+            if self._told.wait(self.interval) or self._closing.is_set():
+                return
+        self._end_process(first=True)
 
     def _end_process(self, first: bool) -> None:
         """End this process, unless its main thread does."""
@@ -448,7 +462,6 @@ class Heartbeat:
                     f"of rank 0 is down, stopped or cut off from {self.host}; this rank is at "
                     f"{place.line or 'no line of its script'}",
                     "first": [self.rank],
-                    "folder": str(self.folder.resolve()),
                 }
             )
 
@@ -469,7 +482,10 @@ def _process(pid: int) -> str:
 
 
 def _lost_a_peer(error: RuntimeError) -> bool:
-    """Whether an exchange failed, of slipstream's or of torch's own."""
-    if isinstance(error, SlipstreamError):
-        return isinstance(error, ExchangeError)
-    return any(word in str(error) for word in ("gloo", "NCCL", "Connection"))
+    """Whether an exchange failed for want of another rank: torch says so, and no more."""
+    if isinstance(error, HangError):
+        return False
+    said = error.__cause__ if isinstance(error, ExchangeError) else error
+    if isinstance(said, SlipstreamError):
+        return False
+    return any(word in str(said) for word in ("gloo", "NCCL", "Connection", "timed out"))

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from slipstream.strategy.duration import Seconds
+from slipstream.strategy.duration import Duration
 from slipstream.strategy.setting import Setting
 
 
@@ -18,8 +18,8 @@ class ChecksConfig(Setting):
         30.0
     """
 
-    timeout: Seconds | None = Field(default=60.0, examples=["30s"])
-    """Seconds within which a run that hangs ends with an error; null: the process groups' timeout.
+    timeout: Duration | None = Field(default=60.0, examples=["30s"])
+    """Duration within which a run that hangs ends with an error; null: the process groups' timeout.
 
     A run hangs where a rank is silent, or where ranks wait and none of the others computes, reads,
     writes or moves on in its script. Before the second update ten times as long is allowed.

@@ -12,7 +12,7 @@ _WRITTEN = re.compile(r"(\d+(?:\.\d+)?)\s*([smh])")
 
 
 def seconds_of(text: str) -> float | None:
-    """Seconds of a time with its unit; None: it is none.
+    """Duration of a time with its unit; None: it is none.
 
     Example:
         >>> seconds_of("90s"), seconds_of("1.5h"), seconds_of("soon")
@@ -27,5 +27,5 @@ def _read(value: object) -> object:
     return value if seconds is None else seconds
 
 
-Seconds = Annotated[float, Field(gt=0), BeforeValidator(_read, json_schema_input_type=float | str)]
-"""More than 0 seconds: a number, or a time with its unit."""
+Duration = Annotated[float, Field(gt=0), BeforeValidator(_read, json_schema_input_type=float | str)]
+"""Seconds, more than 0: a number, or a time with its unit."""
