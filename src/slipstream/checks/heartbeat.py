@@ -35,8 +35,15 @@ from typing import Any, Literal
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from slipstream.checks.autopsy import Autopsy, RankCase, RankState, ranks_named
+from slipstream.checks.files import write_whole
 from slipstream.checks.stacks import Place, all_stacks, main_place
-from slipstream.checks.vitals import STATES, Vitals, state as state_of_process, unsent, vitals
+from slipstream.checks.vitals import (
+    Vitals,
+    in_words,
+    state as state_of_process,
+    unsent,
+    vitals,
+)
 from slipstream.errors import ExchangeError, HangError, SlipstreamError
 from slipstream.transport.flights import FLIGHTS
 
@@ -258,7 +265,7 @@ class Heartbeat:
         self._noted = is_still
         with suppress(OSError):
             if is_still:
-                self._write(self._own_file, self._case(state).model_dump_json(indent=1))
+                write_whole(self._own_file, self._case(state).model_dump_json(indent=1))
             else:
                 self._own_file.unlink(missing_ok=True)
 
@@ -277,7 +284,7 @@ class Heartbeat:
         for rank, (said, since) in [*self._heard.items()]:
             other = RankState.model_validate_json(said)
             if other.host == self.host and now - since > self.interval * 2:
-                neighbours[rank] = _process(other.pid)
+                neighbours[rank] = in_words(other.pid)
         return RankCase(
             state=state,
             stacks=all_stacks(),
@@ -395,7 +402,7 @@ class Heartbeat:
             return
         autopsy = Autopsy.of(cases, silent, self.world_size, reason)
         with suppress(OSError):
-            self._write(self.folder / "autopsy.json", autopsy.model_dump_json(indent=1))
+            write_whole(self.folder / "autopsy.json", autopsy.model_dump_json(indent=1))
         where = f"{self.folder.resolve()} on {self.host}"
         can = [rank for rank in autopsy.blamed if rank in cases and not cases[rank].state.ended]
         verdict = {"verdict": autopsy.verdict, "first": can or [self.rank], "folder": where}
@@ -451,21 +458,6 @@ class Heartbeat:
                     "folder": str(self.folder.resolve()),
                 }
             )
-
-    def _write(self, path: Path, text: str) -> None:
-        """All of it or nothing."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.write_text(text)
-        partial.replace(path)
-
-
-def _process(pid: int) -> str:
-    letter = state_of_process(pid)
-    if letter is None:
-        return "its process is gone"
-    words = STATES.get(letter)
-    return f"its process is {words}" if words else "its process lives, and does not answer"
 
 
 def _lost_a_peer(error: RuntimeError) -> bool:
