@@ -21,6 +21,7 @@ class Samples(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if FAULT == "load" and dist.get_rank() == BAD and index == AT:
+            print(f"misbehaves at {time.time():.1f}", flush=True)
             time.sleep(1000)
         return torch.ones(4)
 
@@ -29,6 +30,7 @@ def misbehave(rank: int) -> None:
     if FAULT == "pause":
         time.sleep(SECONDS)
     if FAULT == "order":
+        print(f"misbehaves at {time.time():.1f}", flush=True)
         values = torch.ones(3)
         if rank == BAD:
             dist.all_reduce(values)

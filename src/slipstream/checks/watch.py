@@ -9,7 +9,6 @@ that host 0 is silent.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -159,7 +158,7 @@ class Watch:
     ) -> Autopsy | None:
         cases = {rank: case for said in answers.values() for rank, case in said.cases.items()}
         silent = {rank: state for said in answers.values() for rank, state in said.silent.items()}
-        for host, state in (states | gone).items():
+        for host, state in {**states, **gone}.items():
             if host not in answers:
                 silent |= {rank.rank: rank for rank in state.ranks if not rank.ended}
         found = [case.state for case in cases.values()]
@@ -213,7 +212,7 @@ class Watch:
         cases |= {host: HostCases.of_states(state.ranks) for host, state in ended.items()}
         found = self._judge(cases, states, gone, reason)
         self._judged = self._alarms
-        board.post(self._key("verdict"), json.dumps(found and found.model_dump(mode="json")))
+        board.post(self._key("verdict"), "" if found is None else _text(found))
         board.flush()
 
     def _answer(self, board: Board, reason: str, now: float) -> None:
@@ -224,9 +223,8 @@ class Watch:
         said = board.read(self._key("verdict"))
         if said is None:
             return None
-        found = json.loads(said[0])
-        if found is not None:
-            return Autopsy.model_validate(found)
+        if said[0]:
+            return Autopsy.model_validate_json(said[0])
         self._alarms, self._alarm = self._alarms + 1, None
         self._not_before = now + PAUSE * self._timeout
         return None
@@ -272,5 +270,5 @@ def _named(ranks: Sequence[RankState]) -> str:
     return ranks_named([rank.rank for rank in ranks])
 
 
-def _text(said: HostState | HostCases) -> str:
+def _text(said: HostState | HostCases | Autopsy) -> str:
     return said.model_dump_json(exclude_defaults=True)
