@@ -83,16 +83,21 @@ def test_a_run_that_hangs_ends_and_names_the_rank(tmp_path, launcher, words, bla
         assert "rank 1 in all_reduce (waits in faulty.py:" in autopsy.verdict
 
 
-@pytest.mark.parametrize(
-    ("fault", "code"),
-    [("pause", 0), ("fail", 9)],
-    ids=["all sleep on purpose for longer than the timeout", "a rank fails"],
-)
-def test_a_run_that_ends_by_itself_keeps_its_code(tmp_path, fault, code):
-    run = watched(tmp_path, PLAIN, fault)
-    assert run.returncode == code, run.stderr
-    assert run.stdout.count("is done") == (2 if code == 0 else 0)
+def test_ranks_that_all_sleep_on_purpose_do_not_hang(tmp_path):
+    run = watched(tmp_path, PLAIN, "pause")  # for longer than the timeout
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("is done") == 2
     assert "HangError" not in run.stderr
+    assert not (tmp_path / "autopsy").exists()
+
+
+def test_a_command_that_fails_keeps_its_code(tmp_path):
+    code = "import os, sys; print(os.getpid()); print('why', file=sys.stderr); sys.exit(9)"
+    argv = [*WATCH, "--folder", str(tmp_path / "autopsy"), "--", sys.executable, "-c", code]
+    run = subprocess.run(argv, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 9
+    assert int(run.stdout)
+    assert run.stderr.endswith("why\n")
     assert not (tmp_path / "autopsy").exists()
 
 

@@ -1,5 +1,4 @@
-"""Start two ranks of a script, as a launcher would, without importing torch; the first code that
-is not 0 is that of the run, and ends the other rank."""
+"""Start two ranks of a script, as a launcher would, without importing torch."""
 
 from __future__ import annotations
 

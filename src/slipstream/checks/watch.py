@@ -161,7 +161,7 @@ class Watch:
         for host, state in {**states, **gone}.items():
             if host not in answers:
                 silent |= {rank.rank: rank for rank in state.ranks if not rank.ended}
-        found = [case.state for case in cases.values()]
+        found = [case.state for case in cases.values() if not case.state.ended]
         # what all sleep for on purpose, or a person looks at, or what has gone on meanwhile
         least = min((state.still for state in found), default=0.0)
         waits = any(state.waits for state in found) and not any(state.asking for state in found)

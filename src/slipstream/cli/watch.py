@@ -84,12 +84,12 @@ def watch(
     adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="slipstream-watch-") as scratch:
         dumps = Dumps(Path(scratch))
-        child = _start(command, dumps)
         _say(
             f"a run that hangs ends after {timeout}; seen are the ranks' processes (computing, "
             f"bytes, state) and the stacks of their Python. torch {version('torch')}: collectives "
             "are seen from stacks alone"
         )
+        child = _start(command, dumps)
         host = WatchedHost(os.getpid(), socket.gethostname(), dumps, interval_of(seconds))
         watching = Watch(host, seconds, board, hosts=hosts, host_rank=host_rank)
         with _signals_passed_on(child):
