@@ -8,8 +8,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Protocol
+
+from slipstream.errors import ClusterError
 
 POLL_SECONDS = 0.2
 FLUSH_SECONDS = 2.0
@@ -30,14 +31,17 @@ class Board:
 
     Args:
         connect: makes the connection to the store; called again where it fails.
+        prefix: of all keys.
 
     Attributes:
         reached: when the store has last answered, by the monotonic clock; None: not yet.
+        refused: why the store is another run's; empty: it is not.
     """
 
-    def __init__(self, connect: Callable[[], NoteStore]) -> None:
+    def __init__(self, connect: Callable[[], NoteStore], prefix: str = "watch") -> None:
         self.reached: float | None = None
-        self._connect = connect
+        self.refused = ""
+        self._connect, self._prefix = connect, prefix
         self._own: dict[str, str] = {}
         self._others: dict[str, tuple[str, float]] = {}
         self._wanted: set[str] = set()
@@ -66,17 +70,22 @@ class Board:
     def _talk(self) -> None:
         store: NoteStore | None = None
         while not self._closing:
-            with suppress(RuntimeError, OSError):  # nobody listens, yet or any more
+            try:
                 store = store or self._connect()
                 self._talk_once(store)
                 self.reached = time.monotonic()
+            except ClusterError as error:
+                self.refused = str(error)
+                return
+            except (RuntimeError, OSError):  # nobody listens, yet or any more
+                pass
             time.sleep(POLL_SECONDS)
 
     def _talk_once(self, store: NoteStore) -> None:
         with self._lock:
             own = dict(self._own)
         for key, note in own.items():
-            store.set(key, note)
+            store.set(f"{self._prefix}/{key}", note)
             with self._lock:
                 if self._own.get(key) == note:
                     del self._own[key]
@@ -84,8 +93,8 @@ class Board:
             if not self._own:
                 self._written.set()
         for key in [*self._wanted]:
-            if store.check([key]):
-                note = store.get(key).decode()
+            if store.check([f"{self._prefix}/{key}"]):
+                note = store.get(f"{self._prefix}/{key}").decode()
                 before = self._others.get(key)
                 if before is None or before[0] != note:
                     self._others[key] = note, time.monotonic()

@@ -115,7 +115,7 @@ class Dump:
 
     @property
     def place(self) -> Place:
-        """Where the main thread is."""
+        """The place of the main thread."""
         return place_of(self.threads.get(MAIN, ()))
 
     @property

@@ -1,4 +1,4 @@
-"""Where threads are: their stacks, and the line of the user's script.
+"""The places of threads: their stacks, and the line of the user's script.
 
 Of this process, and of others, whose frames somebody has read (``dumps``).
 """
@@ -40,7 +40,7 @@ class Frame(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the main thread is.
+    """The place of the main thread.
 
     Attributes:
         line: of the user's script: ``train.py:41 in load``; empty: in none.
@@ -60,12 +60,12 @@ class Place(NamedTuple):
 
 
 def main_place() -> Place:
-    """Where the main thread is now."""
+    """Look where the main thread is now."""
     return place_of(_frames(sys._current_frames().get(threading.main_thread().ident or 0)))
 
 
 def place_of(frames: Iterable[Frame]) -> Place:
-    """Where a thread is, from its frames, the innermost first."""
+    """Find where a thread is, from its frames, the innermost first."""
     line = verb = ""
     exchanging = loading = asking = False
     key = 0

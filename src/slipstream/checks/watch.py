@@ -230,15 +230,15 @@ class Watch:
         return None
 
     def _hear(self, board: Board, host: int, now: float) -> tuple[HostState, float] | None:
-        """What a host has said last, and for how long nothing else."""
+        """Read the last word of a host, and for how long nothing else."""
         said = board.read(self._beat_key(host))
         return said and (HostState.model_validate_json(said[0]), now - said[1])
 
     def _beat_key(self, host: int) -> str:
-        return f"watch/beat/{host}"
+        return f"beat/{host}"
 
     def _key(self, what: str, host: int | None = None) -> str:
-        return f"watch/{what}/{self._alarms}" + ("" if host is None else f"/{host}")
+        return f"{what}/{self._alarms}" + ("" if host is None else f"/{host}")
 
     # What the user should know.
 
@@ -257,7 +257,9 @@ class Watch:
                 "has found no ranks: processes with the variables of torchrun, Open MPI or srun; "
                 "those that a script starts itself (mp.spawn) are not seen",
             )
-        if self._board is not None and self._board.reached is None and now - self._began > 60:
+        if self._board is not None and self._board.refused:
+            self._say_once(-2, f"is alone: {self._board.refused}")
+        elif self._board is not None and self._board.reached is None and now - self._began > 60:
             self._say_once(-1, "has not reached the watch of host 0 yet")
 
     def _say_once(self, key: int, hint: str) -> None:

@@ -30,7 +30,7 @@ from slipstream.checks.processes import adopt_orphans, end_all, reap
 from slipstream.checks.vitals import PROC
 from slipstream.checks.watch import Watch, interval_of
 from slipstream.checks.watched_host import WatchedHost
-from slipstream.cli.store import open_store
+from slipstream.cluster import listen
 from slipstream.errors import LaunchError
 from slipstream.strategy.duration import seconds_of
 
@@ -159,16 +159,23 @@ def _board(meet: str | None, hosts: int, host_rank: int) -> Board | None:
     address, _, port = meet.rpartition(":")
     if not address or not port.isdecimal() or not 0 < int(port) < 65536:
         raise LaunchError(f"--meet {meet!r} is not HOST:PORT, e.g. node0:29700")
-    if host_rank == 0:
-        store: NoteStore = open_store(int(port), "--meet: port")
-        return Board(lambda: store)
-    return Board(lambda: _connect(address, int(port)))
+    prefix = f"slipstream/watch/{listen.digest(listen.run_token())}"
+    if host_rank != 0:
+        return Board(lambda: _connect(address, int(port)), prefix)
+    try:
+        store = listen.open_store(address, int(port))
+    except (RuntimeError, OSError) as error:
+        reason = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0]
+        raise LaunchError(f"--meet {meet} cannot be used: {reason}; give another one") from error
+    listen.admit(store, listen.run_token(), meet)
+    return Board(lambda: store, prefix)
 
 
 def _connect(address: str, port: int) -> NoteStore:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # late: slow to import
 
-    store: NoteStore = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
+    store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
+    listen.admit(store, listen.run_token(), f"{address}:{port}")
     return store
 
 
