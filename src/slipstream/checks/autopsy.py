@@ -33,8 +33,8 @@ class RankState(FrozenModel):
     rank: int
     host: str
     pid: int
-    step: int
-    """Updates that are done."""
+    step: int | None
+    """Updates that are done; None: nobody counts them."""
     young: bool = False
     """Whether this session has hardly updated yet: it compiles, and reads for the first time."""
     line: str = ""
@@ -200,7 +200,7 @@ def _verdict(
     where = f"; what is sent to {', '.join(sorted(unsent))} is not confirmed" if unsent else ""
     some = next(iter(states.values()))
     return [], (
-        f"all ranks are in {_exchange(some)} of update {some.step + 1}, and nothing arrives: the "
+        f"all ranks are in {_exchange(some)}{_of_update(some)}, and nothing arrives: the "
         f"network between them is cut, or far slower than before{where}"
     )
 
@@ -215,19 +215,26 @@ def _silence(
     why = seen[0] if seen else "its process is stopped or gone, its host down, or its link cut"
     name = f"rank {gone[0]}" if first is None else _at(first)
     also = f" (as are {ranks_named(gone[1:])})" if len(gone) > 1 else ""
-    last = "" if first is None else f"; it was last seen after update {first.step}, {_where(first)}"
+    last = "" if first is None else _last_seen(first)
     return f"{name} is silent{also}: {why}{last}"
 
 
+def _last_seen(state: RankState) -> str:
+    if state.step is None:
+        return f"; it was last seen {_where(state)}" if state.line else ""
+    return f"; it was last seen after update {state.step}, {_where(state)}"
+
+
 def _others_wait(waiting: Sequence[int], states: Mapping[int, RankState]) -> str:
-    return f"; {ranks_named(waiting)} wait in {_awaited(waiting, states)}" if waiting else ""
+    wait = "waits" if len(waiting) == 1 else "wait"
+    return f"; {ranks_named(waiting)} {wait} in {_awaited(waiting, states)}" if waiting else ""
 
 
 def _awaited(waiting: Sequence[int], states: Mapping[int, RankState]) -> str:
     if not waiting:
         return "the exchange"
     state = states[waiting[0]]
-    return f"{_exchange(state)} of update {state.step + 1}"
+    return f"{_exchange(state)}{_of_update(state)}"
 
 
 def _exchange(state: RankState) -> str:
@@ -260,5 +267,11 @@ def _at(state: RankState) -> str:
     return f"rank {state.rank} (host {state.host})"
 
 
+def _of_update(state: RankState) -> str:
+    return "" if state.step is None else f" of update {state.step + 1}"
+
+
 def _after(state: RankState) -> str:
+    if state.step is None:
+        return ""
     return f" after {state.step} update{'s' if state.step != 1 else ''}"

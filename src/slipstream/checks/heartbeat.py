@@ -36,8 +36,15 @@ from typing import Any, Literal
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from slipstream.checks.autopsy import Autopsy, RankCase, RankState, ranks_named
+from slipstream.checks.files import write_whole
 from slipstream.checks.stacks import Place, all_stacks, main_place
-from slipstream.checks.vitals import STATES, Vitals, state as state_of_process, unsent, vitals
+from slipstream.checks.vitals import (
+    Vitals,
+    in_words,
+    state as state_of_process,
+    unsent,
+    vitals,
+)
 from slipstream.errors import ExchangeError, HangError, SlipstreamError
 from slipstream.transport.flights import FLIGHTS
 
@@ -260,7 +267,7 @@ class Heartbeat:
         self._noted = is_still
         with suppress(OSError):
             if is_still:
-                self._write(self._own_file, self._case(state).model_dump_json(indent=1))
+                write_whole(self._own_file, self._case(state).model_dump_json(indent=1))
             else:
                 self._own_file.unlink(missing_ok=True)
 
@@ -279,7 +286,7 @@ class Heartbeat:
         for rank, (said, since) in [*self._heard.items()]:
             other = RankState.model_validate_json(said)
             if other.host == self.host and now - since > self.interval * 2:
-                neighbours[rank] = _process(other.pid)
+                neighbours[rank] = in_words(other.pid)
         return RankCase(
             state=state,
             stacks=all_stacks(),
@@ -399,7 +406,7 @@ class Heartbeat:
         words = autopsy.verdict
         if not has_ended or kind == "left":  # else the rank that failed has said more
             with suppress(OSError):
-                self._write(self.folder / "autopsy.json", autopsy.model_dump_json(indent=1))
+                write_whole(self.folder / "autopsy.json", autopsy.model_dump_json(indent=1))
                 words += f" (slipstream autopsy {self.folder.resolve()} on {self.host})"
         can = [rank for rank in autopsy.blamed if rank in cases and not cases[rank].state.ended]
         first = can or [self.rank]
@@ -464,21 +471,6 @@ class Heartbeat:
                     "first": [self.rank],
                 }
             )
-
-    def _write(self, path: Path, text: str) -> None:
-        """All of it or nothing."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.write_text(text)
-        partial.replace(path)
-
-
-def _process(pid: int) -> str:
-    letter = state_of_process(pid)
-    if letter is None:
-        return "its process is gone"
-    words = STATES.get(letter)
-    return f"its process is {words}" if words else "its process lives, and does not answer"
 
 
 def _lost_a_peer(error: RuntimeError) -> bool:

@@ -1,11 +1,16 @@
-"""Where the threads of this process are: their stacks, and the line of the user's script."""
+"""The places of threads: their stacks, and the line of the user's script.
+
+Of this process, and of others, whose frames somebody has read (``dumps``).
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 import sysconfig
 import threading
 import traceback
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -13,6 +18,8 @@ from typing import NamedTuple
 _PACKAGE = str(Path(__file__).parents[1])
 _SESSION = str(Path(__file__).parents[1] / "session" / "session.py")
 _OTHERS = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib"))
+_PYTHON = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3\.\d+/")
+"""Of any interpreter: that of another process may be another one."""
 _EXCHANGING = ("/torch/distributed/", f"{_PACKAGE}/transport/", f"{_PACKAGE}/parallel/dims.py")
 _LOADING = ("/torch/utils/data/", f"{_PACKAGE}/data/")
 _ASKING = ("/pdb.py", "/bdb.py", "/code.py", "/IPython/")
@@ -24,8 +31,16 @@ DEPTH = 64
 """Frames of a stack that are kept, the innermost ones."""
 
 
+class Frame(NamedTuple):
+    """A call of a stack: the file of its code, the line it is at, and the function's name."""
+
+    file: str
+    line: int
+    name: str
+
+
 class Place(NamedTuple):
-    """Where the main thread is.
+    """The place of the main thread.
 
     Attributes:
         line: of the user's script: ``train.py:41 in load``; empty: in none.
@@ -45,23 +60,26 @@ class Place(NamedTuple):
 
 
 def main_place() -> Place:
-    """Where the main thread is now."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    """Look where the main thread is now."""
+    return place_of(_frames(sys._current_frames().get(threading.main_thread().ident or 0)))
+
+
+def place_of(frames: Iterable[Frame]) -> Place:
+    """Find where a thread is, from its frames, the innermost first."""
     line = verb = ""
     exchanging = loading = asking = False
-    key = depth = 0
-    while frame is not None:
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
-        key = hash((key, frame.f_code, frame.f_lineno))
+    key = 0
+    for depth, frame in enumerate(frames):
+        file = frame.file
+        key = hash((key, frame))
         if depth < INNERMOST:
             exchanging = exchanging or any(part in file for part in _EXCHANGING)
         loading = loading or any(part in file for part in _LOADING)
         asking = asking or file.endswith(_ASKING)
         if file == _SESSION:
-            verb = name
-        if not line and _is_script(file):
-            line = _line(frame)
-        frame, depth = frame.f_back, depth + 1
+            verb = frame.name
+        if not line and is_script(file):
+            line = f"{short(file)}:{frame.line} in {frame.name}"
     return Place(line, verb, exchanging, loading, asking, key)
 
 
@@ -74,19 +92,26 @@ def all_stacks() -> dict[str, list[str]]:
             continue
         entries = traceback.extract_stack(frame)[-DEPTH:]
         name = names.get(ident, f"thread {ident}")  # of a thread that Python has not made
-        stacks[name] = [f"{_short(e.filename)}:{e.lineno} in {e.name}: {e.line}" for e in entries]
+        stacks[name] = [shown(Frame(e.filename, e.lineno or 0, e.name), e.line) for e in entries]
     return stacks
 
 
-def _is_script(file: str) -> bool:
-    return not file.startswith((_PACKAGE, "<", *_OTHERS)) and "site-packages" not in file
+def shown(frame: Frame, source: str | None) -> str:
+    """A frame as a line of a stack, with its line of source."""
+    return f"{short(frame.file)}:{frame.line} in {frame.name}: {source}"
 
 
-def _line(frame: FrameType) -> str:
-    code = frame.f_code
-    return f"{_short(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+def is_script(file: str) -> bool:
+    """Whether code is the user's: not Python's, slipstream's, torch's or of another package."""
+    return not file.startswith((_PACKAGE, "<", *_OTHERS)) and not _PYTHON.search(file)
 
 
-def _short(file: str) -> str:
+def short(file: str) -> str:
     """The end of a path: enough to find it."""
-    return "/".join(Path(file).parts[-1 if _is_script(file) else -3 :])
+    return "/".join(Path(file).parts[-1 if is_script(file) else -3 :])
+
+
+def _frames(frame: FrameType | None) -> Iterator[Frame]:
+    while frame is not None:
+        yield Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back

@@ -58,7 +58,7 @@ def vitals(pid: int, without: int | None = None, proc: Path = PROC) -> Vitals:
     """What the process ``pid`` has done so far, but for its thread ``without``, which looks at it
     here; nothing where it is gone."""
     cpu, moved = 0.0, 0
-    for process in (pid, *_descendants(pid, proc)):
+    for process in (pid, *descendants(pid, proc)):
         used = _used(proc / str(process))
         cpu, moved = cpu + used[0], moved + used[1]
     if without is not None:
@@ -76,6 +76,32 @@ def state(pid: int, proc: Path = PROC) -> str | None:
         return (proc / f"{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return None
+
+
+def in_words(pid: int, proc: Path = PROC) -> str:
+    """The state of a process that gives no answer."""
+    letter = state(pid, proc)
+    if letter is None:
+        return "its process is gone"
+    words = STATES.get(letter)
+    return f"its process is {words}" if words else "its process lives, and does not answer"
+
+
+def children(pid: int, proc: Path = PROC) -> list[int]:
+    """The processes that a process has started, or inherited, and that are not gone."""
+    found: list[int] = []
+    for listed in proc.glob(f"{pid}/task/*/children"):
+        with suppress(OSError, ValueError):
+            found += map(int, listed.read_text().split())
+    return found
+
+
+def descendants(pid: int, proc: Path = PROC) -> list[int]:
+    """The processes below a process, parents before their children."""
+    found = []
+    for child in children(pid, proc):
+        found += [child, *descendants(child, proc)]
+    return found
 
 
 def unsent(proc: Path = PROC) -> list[str]:
@@ -98,15 +124,6 @@ def _used(folder: Path) -> tuple[float, int]:
         cpu = (int(fields[11]) + int(fields[12])) / _TICKS
         return cpu, sum(_value(folder / "io", key) for key in ("rchar", "wchar"))
     return 0.0, 0
-
-
-def _descendants(pid: int, proc: Path) -> list[int]:
-    found: list[int] = []
-    with suppress(OSError, ValueError):
-        for children in proc.glob(f"{pid}/task/*/children"):
-            for child in map(int, children.read_text().split()):
-                found += [child, *_descendants(child, proc)]
-    return found
 
 
 def _value(path: Path, key: str) -> int:

@@ -41,7 +41,8 @@ def autopsy(
         state, mark = case.state, " *" if rank in found.blamed else ""
         at = state.ended or state.line
         still = f"{state.still:.0f} s"
-        table.add_row(f"{rank}{mark}", state.host, str(state.step), at, state.exchange, still)
+        updates = "" if state.step is None else str(state.step)
+        table.add_row(f"{rank}{mark}", state.host, updates, at, state.exchange, still)
     console.print(table)
     for ranks, stack in by_stack(case for case in found.cases.values() if case.stacks):
         console.print(Text(f"\n{ranks_named(ranks)}, the innermost call last:", style="bold"))

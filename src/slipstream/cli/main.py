@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.text import Text
 from typer import Option
 
-from slipstream.cli import autopsy, launch, report, scale, store, strategy, testbed, trace
+from slipstream.cli import autopsy, launch, report, scale, store, strategy, testbed, trace, watch
 from slipstream.cli.demo.command import demo
 from slipstream.cli.doctor.command import app as doctor
 from slipstream.cli.plan.command import plan
@@ -36,6 +36,7 @@ app.command("plan")(plan)
 app.command("tune", context_settings=SCRIPT_LAST)(tune)
 app.command("scale", context_settings=SCRIPT_LAST)(scale.scale)
 app.command("report")(report.report)
+app.command("watch", context_settings=SCRIPT_LAST)(watch.watch)
 app.command("autopsy")(autopsy.autopsy)
 app.add_typer(strategy.app, name="strategy", help="Show, list, describe and check strategies.")
 app.add_typer(testbed.app, name="testbed", help="Emulate hosts and slow links on this machine.")

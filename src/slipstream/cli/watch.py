@@ -1,0 +1,192 @@
+"""``slipstream watch``: end a run that hangs and say whom it waits for, whatever its script is."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+from typer import Argument, Option
+
+from slipstream.checks.autopsy import Autopsy
+from slipstream.checks.board import Board, NoteStore
+from slipstream.checks.dumps import Dumps
+from slipstream.checks.files import write_whole
+from slipstream.checks.processes import adopt_orphans, end_all, reap
+from slipstream.checks.vitals import PROC
+from slipstream.checks.watch import Watch, interval_of
+from slipstream.checks.watched_host import WatchedHost
+from slipstream.cluster import listen
+from slipstream.errors import LaunchError
+from slipstream.strategy.duration import seconds_of
+
+EXIT_CODE = 75  # of a run that hung: EX_TEMPFAIL, as where its ranks end it themselves
+PATIENCE = 5.0
+"""Seconds from SIGTERM to SIGKILL."""
+_PASSED_ON = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+
+# stdout is that of the command.
+console = Console(stderr=True)
+
+
+def watch(
+    command: Annotated[
+        list[str], Argument(help="Command that starts the ranks of this host: torchrun, mpirun.")
+    ],
+    timeout: Annotated[
+        str, Option(metavar="TIME", help="Within which a run that hangs ends: 30s, 5m.")
+    ] = "60s",
+    folder: Annotated[Path, Option(help="Gets the autopsy of a run that hung.")] = Path(
+        "slipstream-autopsy"
+    ),
+    meet: Annotated[
+        str | None,
+        Option(metavar="HOST:PORT", help="Where the watches of several hosts meet, on host 0."),
+    ] = None,
+    hosts: Annotated[int, Option(min=1, help="Number of hosts, each with a watch.")] = 1,
+    host_rank: Annotated[int, Option(min=0, help="Index of this host, from 0.")] = 0,
+) -> None:
+    """Run a command, and end it with an autopsy if its ranks hang.
+
+    For scripts that do not know slipstream: nothing is wrapped or patched. Returns the command's
+    exit code, or 75 if it hung.
+
+    [dim]slipstream watch --timeout 30s -- torchrun --nproc-per-node 2 train.py[/dim]
+    [dim]slipstream watch --meet node0:29700 --hosts 2 --host-rank 0 -- torchrun ...[/dim]
+    """
+    seconds = seconds_of(timeout)
+    if not seconds:
+        raise LaunchError(f"--timeout {timeout!r}: must be a time with its unit: 30s, 5m, 1h")
+    if not (PROC / "self/stat").exists():
+        raise LaunchError("watch reads /proc, which this system does not have; it needs Linux")
+    board = _board(meet, hosts, host_rank)
+    adopt_orphans()
+    with tempfile.TemporaryDirectory(prefix="slipstream-watch-") as scratch:
+        dumps = Dumps(Path(scratch))
+        _say(
+            f"a run that hangs ends after {timeout}; seen are the ranks' processes (computing, "
+            f"bytes, state) and the stacks of their Python. torch {version('torch')}: collectives "
+            "are seen from stacks alone"
+        )
+        child = _start(command, dumps)
+        host = WatchedHost(os.getpid(), socket.gethostname(), dumps, interval_of(seconds))
+        watching = Watch(host, seconds, board, hosts=hosts, host_rank=host_rank)
+        with _signals_passed_on(child):
+            found = _until_it_ends(child, watching)
+        if found is None:
+            watching.leave(time.monotonic())
+            raise typer.Exit(child.returncode if child.returncode >= 0 else 128 - child.returncode)
+        text = _write(found, folder)
+        end_all(os.getpid(), PATIENCE, child.pid)
+        child.wait()
+        watching.close()
+    box = Panel(Text(text), title="HangError", title_align="left", border_style="red")
+    console.print(box)  # last: launchers have much to say of the signal that ends them
+    raise typer.Exit(EXIT_CODE)
+
+
+def _until_it_ends(child: subprocess.Popen[bytes], watching: Watch) -> Autopsy | None:
+    """Watch; an autopsy: it hangs."""
+    ends = select.poll()
+    descriptor = os.pidfd_open(child.pid)
+    ends.register(descriptor, select.POLLIN)
+    try:
+        while not ends.poll(1e3 * watching.interval):
+            reap(but=child.pid)
+            found = watching.beat(time.monotonic())
+            for hint in watching.hints():
+                _say(hint)
+            if found is not None:
+                return found
+    finally:
+        os.close(descriptor)
+    child.wait()
+    return None
+
+
+def _start(command: Sequence[str], dumps: Dumps) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(command, env=dumps.environment(os.environ), start_new_session=True)
+    except OSError as error:
+        raise LaunchError(f"{command[0]!r} cannot be started: {error.strerror}") from None
+
+
+@contextmanager
+def _signals_passed_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    def pass_on(number: int, _: object) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+
+    before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _board(meet: str | None, hosts: int, host_rank: int) -> Board | None:
+    if meet is None and (hosts, host_rank) != (1, 0):
+        raise LaunchError(
+            f"--hosts {hosts} --host-rank {host_rank} need --meet HOST:PORT, where the watches "
+            "meet, the same on each host, e.g. node0:29700"
+        )
+    if host_rank >= hosts:
+        raise LaunchError(f"--host-rank {host_rank} with --hosts {hosts}: must be 0..{hosts - 1}")
+    if meet is None or hosts == 1:
+        return None
+    address, _, port = meet.rpartition(":")
+    if not address or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise LaunchError(f"--meet {meet!r} is not HOST:PORT, e.g. node0:29700")
+    prefix = f"slipstream/watch/{listen.digest(listen.run_token())}"
+    if host_rank != 0:
+        return Board(lambda: _connect(address, int(port)), prefix)
+    try:
+        store = listen.open_store(address, int(port))
+    except (RuntimeError, OSError) as error:
+        reason = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0]
+        raise LaunchError(f"--meet {meet} cannot be used: {reason}; give another one") from error
+    listen.admit(store, listen.run_token(), meet)
+    return Board(lambda: store, prefix)
+
+
+def _connect(address: str, port: int) -> NoteStore:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # late: slow to import
+
+    store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
+    listen.admit(store, listen.run_token(), f"{address}:{port}")
+    return store
+
+
+def _write(found: Autopsy, folder: Path) -> str:
+    """Write the autopsy; returns the error that tells of it."""
+    try:
+        write_whole(folder / "autopsy.json", found.model_dump_json(indent=1))
+    except OSError as error:
+        return f"{found.verdict} ({folder} cannot be written: {error.strerror})"
+    return f"{found.verdict} (slipstream autopsy {folder})"
+
+
+def _say(text: str) -> None:
+    console.print(Text(f"slipstream watch: {text}"), soft_wrap=True, style="dim")

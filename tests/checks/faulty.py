@@ -1,0 +1,70 @@
+"""A training of two ranks in plain torch; one of them does what the first argument says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+FAULT, SHARDED = sys.argv[1], "sharded" in sys.argv
+BAD, AT, SECONDS = 1, 3, 16.0
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if FAULT == "load" and dist.get_rank() == BAD and index == AT:
+            print(f"misbehaves at {time.time():.1f}", flush=True)
+            time.sleep(1000)
+        return torch.ones(4)
+
+
+def misbehave(rank: int) -> None:
+    if FAULT == "pause":
+        time.sleep(SECONDS)
+    if FAULT == "order":
+        print(f"misbehaves at {time.time():.1f}", flush=True)
+        values = torch.ones(3)
+        if rank == BAD:
+            dist.all_reduce(values)
+        dist.broadcast(values, 0)
+        dist.all_reduce(values)
+    if rank != BAD:
+        return
+    print(f"misbehaves at {time.time():.1f}", flush=True)
+    if FAULT == "sleep":
+        time.sleep(1000)
+    if FAULT == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    if SHARDED:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model)
+        trained = model
+    else:
+        trained = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, batch in enumerate(torch.utils.data.DataLoader(Samples())):
+        if step == AT:
+            misbehave(rank)
+        optimizer.zero_grad()
+        trained(batch).square().mean().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+    print(f"rank {rank} is done")
+
+
+main()
