@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from slipstream.errors import ExchangeError, UsageError
+from slipstream.errors import ExchangeError, HangError, UsageError
 from tests.harness.models import MODELS, Shared, rows
 from tests.harness.ranks import RankFailure
 from tests.harness.reference import accelerate, build
@@ -245,8 +245,9 @@ def test_thawed_parameters_are_named(two):
 def test_a_lost_rank_is_an_exchange_error_on_the_others(two, step):
     errors = two.fail(lose_a_rank, step)
     assert isinstance(errors[1], KeyError)
-    assert isinstance(errors[0], ExchangeError)
+    assert isinstance(errors[0], HangError)
     assert f"rank 0, step {step}" in str(errors[0])
+    assert "has ended with KeyError: 'a bad sample'" in str(errors[0])
 
 
 def test_a_graph_that_changes_on_one_rank(two):

@@ -297,6 +297,8 @@ def test_full_yaml_shows_every_setting_in_order():
         "fuse_relu_depthwise: false,\n"
         "  compile: false, cuda_graph: false, channels_last: false, tf32: false}\n"
         "data: {balance: null, cache: null, prefetch: null}\n"
+        "checks: {timeout: 60, folder: slipstream-autopsy, nonfinite: raise, every: null, "
+        "replay: false}\n"
         "trace: {steps: null, skip: 2, folder: slipstream-trace}\n"
     )
 

@@ -1,1 +1,1 @@
-"""What a run is watched for: hangs, values that are not finite, ranks that drift apart."""
+"""Watches a run: hangs, values that are not finite, ranks that drift apart."""

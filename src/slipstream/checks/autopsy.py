@@ -28,7 +28,7 @@ NAMES_SHOWN = 3
 
 
 class RankState(FrozenModel):
-    """Where a rank is; a few hundred bytes, written at each beat."""
+    """The place of a rank; a few hundred bytes, written at each beat."""
 
     rank: int
     host: str

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slipstream.checks.stacks import DEPTH, Frame, Place, is_script, place_of, shown
+from slipstream.checks.stacks import DEPTH, CallSite, Frame, is_script, place_of, shown
 
 SIGNAL = signal.SIGRTMAX - 3
 """One that nobody else uses: it ends a process without a handler."""
@@ -114,7 +114,7 @@ class Dump:
         return cls(threads)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> CallSite:
         """The place of the main thread."""
         return place_of(self.threads.get(MAIN, ()))
 

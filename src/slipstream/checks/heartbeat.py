@@ -36,8 +36,7 @@ from typing import Any, Literal
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from slipstream.checks.autopsy import Autopsy, RankCase, RankState, ranks_named
-from slipstream.checks.files import write_whole
-from slipstream.checks.stacks import Place, all_stacks, main_place
+from slipstream.checks.stacks import CallSite, all_stacks, main_place
 from slipstream.checks.vitals import (
     Vitals,
     in_words,
@@ -46,7 +45,8 @@ from slipstream.checks.vitals import (
     vitals,
 )
 from slipstream.errors import ExchangeError, HangError, SlipstreamError
-from slipstream.transport.flights import FLIGHTS
+from slipstream.files.write import write_whole
+from slipstream.transport.exchange_log import EXCHANGES
 
 STALE, STILL = 0.5, 0.6
 """Shares of the timeout after which a rank without a heartbeat is silent, and one without a sign of
@@ -72,7 +72,7 @@ EXIT_CODE = 75  # EX_TEMPFAIL: the same command may well succeed
 
 
 @dataclass(slots=True)
-class Progress:
+class UpdateCount:
     """Updates that are done: ``step`` of the whole run, ``updates`` of this session."""
 
     step: int = 0
@@ -111,7 +111,7 @@ class Heartbeat:
         *,
         timeout: float,
         folder: Path,
-        progress: Progress,
+        progress: UpdateCount,
         spins: bool = False,
         waits_long: bool = False,
     ) -> None:
@@ -123,7 +123,7 @@ class Heartbeat:
         self._store = PrefixStore(f"slipstream/heartbeat/{name}", connection)
         self._progress, self._spins, self._waits_long = progress, spins, waits_long
         self._closing, self._known, self._told = (threading.Event() for _ in range(3))
-        self._place: Place | None = None
+        self._place: CallSite | None = None
         self._vitals, self._looked = Vitals(), time.monotonic()
         self._alive = self._reached = self._looked
         self._heard: dict[int, tuple[bytes, float]] = {}  # what a rank said, and since when
@@ -234,10 +234,10 @@ class Heartbeat:
         ):
             self._alive, self._vitals = now, signs
         self._place, self._looked = place, now
-        open_flights = [flight for flight in FLIGHTS.flights if flight.ended is None]
+        under_way = [one for one in EXCHANGES.exchanges if one.ended is None]
         exchange, names = "", tuple[str, ...]()
-        if open_flights:
-            exchange, names = open_flights[0].what, tuple(open_flights[0].names[:8])
+        if under_way:
+            exchange, names = under_way[0].what, tuple(under_way[0].names[:8])
         elif place.exchanging:
             exchange = "an exchange"
         state = RankState(
@@ -250,7 +250,7 @@ class Heartbeat:
             verb=place.verb,
             exchange=exchange if place.exchanging else "",
             names=names if place.exchanging else (),
-            number=FLIGHTS.begun,
+            number=EXCHANGES.begun,
             loading=place.loading,
             asking=place.asking,
             still=round(now - self._alive, 1),
@@ -267,6 +267,7 @@ class Heartbeat:
         self._noted = is_still
         with suppress(OSError):
             if is_still:
+                self.folder.mkdir(parents=True, exist_ok=True)
                 write_whole(self._own_file, self._case(state).model_dump_json(indent=1))
             else:
                 self._own_file.unlink(missing_ok=True)
@@ -280,7 +281,7 @@ class Heartbeat:
         exchanges = [
             f"{f.number}: {f.what}, begun {now - f.begun:.1f} s ago"
             + ("" if f.ended is None else f", ended after {f.ended - f.begun:.3f} s")
-            for f in FLIGHTS.flights
+            for f in EXCHANGES.exchanges
         ]
         neighbours = {}
         for rank, (said, since) in [*self._heard.items()]:
@@ -298,7 +299,7 @@ class Heartbeat:
     # The others.
 
     def _hear(self, rank: int, now: float) -> tuple[RankState, float] | None:
-        """What a rank has said last, and for how long nothing else; None: nothing yet."""
+        """Read what a rank has said last, and for how long nothing else; None: nothing yet."""
         key = f"beat/{rank}"
         if not self._store.check([key]):
             return None
@@ -358,7 +359,7 @@ class Heartbeat:
         self._asked = json.loads(said)[0] == self.rank
 
     def _key(self, what: str, rank: int | None = None) -> str:
-        """Of the alarm that comes next, or is on."""
+        """Name a key of the alarm that comes next, or is on."""
         return f"{what}/{self._alarms}" + ("" if rank is None else f"/{rank}")
 
     def _answer(self, state: RankState) -> None:
@@ -406,6 +407,7 @@ class Heartbeat:
         words = autopsy.verdict
         if not has_ended or kind == "left":  # else the rank that failed has said more
             with suppress(OSError):
+                self.folder.mkdir(parents=True, exist_ok=True)
                 write_whole(self.folder / "autopsy.json", autopsy.model_dump_json(indent=1))
                 words += f" (slipstream autopsy {self.folder.resolve()} on {self.host})"
         can = [rank for rank in autopsy.blamed if rank in cases and not cases[rank].state.ended]

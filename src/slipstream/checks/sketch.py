@@ -38,7 +38,7 @@ def random_signs(shape: torch.Size, seed: int, device: torch.device) -> torch.Te
 
 @dataclass(frozen=True, slots=True)
 class Sketched:
-    """What one rank knows of a sampled average.
+    """A sampled average as one rank knows it.
 
     Attributes:
         own: the sketch of its gradients, scaled as the average is.

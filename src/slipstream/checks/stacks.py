@@ -39,7 +39,7 @@ class Frame(NamedTuple):
     name: str
 
 
-class Place(NamedTuple):
+class CallSite(NamedTuple):
     """The place of the main thread.
 
     Attributes:
@@ -59,12 +59,12 @@ class Place(NamedTuple):
     key: int
 
 
-def main_place() -> Place:
+def main_place() -> CallSite:
     """Look where the main thread is now."""
     return place_of(_frames(sys._current_frames().get(threading.main_thread().ident or 0)))
 
 
-def place_of(frames: Iterable[Frame]) -> Place:
+def place_of(frames: Iterable[Frame]) -> CallSite:
     """Find where a thread is, from its frames, the innermost first."""
     line = verb = ""
     exchanging = loading = asking = False
@@ -80,7 +80,7 @@ def place_of(frames: Iterable[Frame]) -> Place:
             verb = frame.name
         if not line and is_script(file):
             line = f"{short(file)}:{frame.line} in {frame.name}"
-    return Place(line, verb, exchanging, loading, asking, key)
+    return CallSite(line, verb, exchanging, loading, asking, key)
 
 
 def all_stacks() -> dict[str, list[str]]:

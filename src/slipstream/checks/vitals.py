@@ -55,8 +55,8 @@ class Vitals:
 
 
 def vitals(pid: int, without: int | None = None, proc: Path = PROC) -> Vitals:
-    """What the process ``pid`` has done so far, but for its thread ``without``, which looks at it
-    here; nothing where it is gone."""
+    """Read what the process ``pid`` has done so far, but for its thread ``without``, which looks at
+    it here; nothing where it is gone."""
     cpu, moved = 0.0, 0
     for process in (pid, *descendants(pid, proc)):
         used = _used(proc / str(process))

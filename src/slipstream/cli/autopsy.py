@@ -15,11 +15,11 @@ from slipstream.analysis.compact_table import compact
 from slipstream.checks.autopsy import Autopsy, by_stack, ranks_named
 from slipstream.cli.options import AsJson
 
-Folder = Annotated[Path, Argument(help="The folder that the error named: checks.folder.")]
+AutopsyFolder = Annotated[Path, Argument(help="The folder that the error named: checks.folder.")]
 
 
 def autopsy(
-    folder: Folder = Path("slipstream-autopsy"),
+    folder: AutopsyFolder = Path("slipstream-autopsy"),
     as_json: AsJson = False,
 ) -> None:
     """Show why a run hung: whom the others waited for, and where each rank was.

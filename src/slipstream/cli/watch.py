@@ -25,13 +25,13 @@ from typer import Argument, Option
 from slipstream.checks.autopsy import Autopsy
 from slipstream.checks.board import Board, NoteStore
 from slipstream.checks.dumps import Dumps
-from slipstream.checks.files import write_whole
 from slipstream.checks.processes import adopt_orphans, end_all, reap
 from slipstream.checks.vitals import PROC
 from slipstream.checks.watch import Watch, interval_of
 from slipstream.checks.watched_host import WatchedHost
 from slipstream.cluster import listen
 from slipstream.errors import LaunchError
+from slipstream.files.write import write_whole
 from slipstream.strategy.duration import seconds_of
 
 EXIT_CODE = 75  # of a run that hung: EX_TEMPFAIL, as where its ranks end it themselves
@@ -182,6 +182,7 @@ def _connect(address: str, port: int) -> NoteStore:
 def _write(found: Autopsy, folder: Path) -> str:
     """Write the autopsy; returns the error that tells of it."""
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / "autopsy.json", found.model_dump_json(indent=1))
     except OSError as error:
         return f"{found.verdict} ({folder} cannot be written: {error.strerror})"

@@ -334,11 +334,11 @@ class LocalTraining:
         return sum(meeting.done for meeting in self._meetings)
 
     def meetings_in(self, updates: int) -> int:
-        """How many fragments meet in so many updates, at least 1."""
+        """Count the fragments that meet in so many updates; at least 1."""
         return max(1, updates * len(self._meetings) // self._config.steps)
 
     def alike(self) -> dict[str, torch.Tensor]:
-        """What all ranks have the same bits of, once they have merged as many meetings."""
+        """List what all ranks have the same bits of, once they have merged as many meetings."""
         return {
             f"the outer parameters of fragment {number + 1} ({meeting.fragment.names[0]} ...)": (
                 meeting.outer

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 
-from slipstream.checks.heartbeat import Heartbeat, Progress
+from slipstream.checks.heartbeat import Heartbeat, UpdateCount
 from slipstream.cluster.connect import Cluster
 from slipstream.errors import UsageError
 from slipstream.fusion.checks import useful_settings
@@ -104,7 +104,7 @@ def compose(
         _accelerated.update(modules)
         handles.callback(_accelerated.difference_update, modules)
         # First, so that installing is watched, and closed last, when all that communicates is done.
-        progress = Progress()
+        progress = UpdateCount()
         name = None if control is None else broadcast_from_first(uuid4().hex, control)
         heartbeat = _heartbeat(strategy, cluster, name, progress, handles)
         # Before the rest, which records its spans with it.
@@ -199,7 +199,7 @@ def _heartbeat(
     strategy: Strategy,
     cluster: Cluster,
     name: str | None,
-    progress: Progress,
+    progress: UpdateCount,
     handles: HandleStack,
 ) -> Heartbeat | None:
     """Watch that no rank hangs, if there are others; ``name``: of the session, on all of them."""

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slipstream.checks.heartbeat import Progress
+from slipstream.checks.heartbeat import UpdateCount
 from slipstream.codecs.compressor import any_infinite
 from slipstream.errors import UsageError
 from slipstream.gradients.shards import ShardedGradient
@@ -80,7 +80,7 @@ class TrainingLoop:
         local: LocalTraining | None = None,
         proof: Proof | None = None,
         on_nonfinite: str = "raise",
-        progress: Progress,
+        progress: UpdateCount,
         explaining: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.model, self.optimizer, self.device = model, optimizer, device

@@ -34,8 +34,6 @@ from slipstream.parallel.dims import ParallelDims, gather_objects
 from slipstream.session.update_sharding import UpdateSharding
 from slipstream.strategy import ChecksConfig
 
-Named = Mapping[str, torch.Tensor]
-
 
 class Proof:
     """Compares ranks after every so many updates.
@@ -235,7 +233,7 @@ class Proof:
             raise ProofError(f"update {step}: {self._apart_in(what, details)}")
 
     def _alike(self) -> dict[str, Callable[[], Mapping[str, Any]]]:
-        """What is equal on all ranks, and how to get it; what is changed first comes first."""
+        """Name what is equal on all ranks, and how to get it; what is changed first comes first."""
         groups: dict[str, Callable[[], Mapping[str, Any]]] = {}
         if not self._sharding.is_sharded:
             groups["the optimizer's state"] = self._optimizer_state
@@ -243,7 +241,7 @@ class Proof:
         groups["buffers"] = lambda: dict(self._model.named_buffers())
         return groups
 
-    def _optimizer_state(self) -> Named:
+    def _optimizer_state(self) -> Mapping[str, torch.Tensor]:
         names = {p: name for name, p in self._model.named_parameters()}
         held = [p for group in self._optimizer.param_groups for p in group["params"]]
         return {
@@ -289,7 +287,7 @@ class Proof:
         return f"ranks differ in {what}"
 
     def _codec_digests(self) -> dict[str, Digest]:
-        """What codecs keep on this rank, by parameter."""
+        """Digest what codecs keep on this rank, by parameter."""
         state = self._engine.codec_state() if self._every is not None else {}
         return {name: digest(values.values()) for name, values in state.items()}
 

@@ -11,7 +11,7 @@ from slipstream.strategy.setting import Setting
 
 
 class ChecksConfig(Setting):
-    """What a run is watched for.
+    """Settings of what a run is watched for.
 
     Example:
         >>> ChecksConfig(timeout="30s").timeout

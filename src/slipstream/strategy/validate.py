@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -62,7 +62,7 @@ def _line(model: type[BaseModel], problem: ErrorDetails) -> str:
         case "union_tag_not_found":
             place, said = f"{place}.kind", f"missing in {shown(seen)}"
         case "union_tag_invalid":
-            tag = problem["ctx"]["tag"]
+            tag = seen.get("kind") if isinstance(seen, Mapping) else problem["ctx"]["tag"]
             place, said = f"{place}.kind", f"got {tag!r}{did_you_mean(tag, _inner(owner, field))}"
         case _:
             said = f"got {shown(seen)}"
@@ -74,7 +74,7 @@ def _locate(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[type[Ba
     owner, field, place = model, "", ""
     for part in loc:
         inner = _inner(owner, field)
-        if isinstance(part, int):
+        if isinstance(part, int) and (_is_list(owner, field) or (field and not inner)):
             place += f"[{part}]"
         elif len(inner) > 1 and part in inner:  # pydantic puts a variant's kind into the place
             owner, field = inner[part], ""

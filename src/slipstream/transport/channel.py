@@ -26,7 +26,7 @@ import torch
 
 from slipstream.errors import ExchangeError
 from slipstream.trace.recorder import Recorder, Stamp
-from slipstream.transport.flights import FLIGHTS, Flight
+from slipstream.transport.exchange_log import EXCHANGES, LoggedExchange
 from slipstream.transport.requests import ExchangeSteps, Request
 from slipstream.transport.transport import Transport, run
 from slipstream.transport.work import Work
@@ -57,7 +57,7 @@ class _InFlight:
 
     label: Label
     then: Callable[[], None] | None
-    flight: Flight
+    logged: LoggedExchange
     works: Sequence[Work] = ()
     start: Stamp = 0.0
     end: Stamp = 0.0
@@ -131,7 +131,7 @@ class Channel:
 
         ``wait`` calls ``then`` when this one is done, while others may still be in flight.
         """
-        entry = _InFlight(label, then, FLIGHTS.begin(label.what or label.span, label.names))
+        entry = _InFlight(label, then, EXCHANGES.begin(label.what or label.span, label.names))
         self._in_flight.append(entry)
         if isinstance(exchange, Generator):
             self._stage(entry, exchange)
@@ -202,7 +202,7 @@ class Channel:
                 entry.error = entry.error or error
         if entry.done is not None and entry.error is None:
             entry.done.wait()
-        entry.flight.end()
+        entry.logged.end()
         for stage in self._stages:
             stage.join_stream()
 

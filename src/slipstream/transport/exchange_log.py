@@ -15,7 +15,7 @@ KEPT = 32
 
 
 @dataclass(slots=True)
-class Flight:
+class LoggedExchange:
     """One exchange; times in seconds of the monotonic clock."""
 
     number: int
@@ -29,38 +29,38 @@ class Flight:
         self.ended = time.monotonic()
 
 
-class FlightLog:
+class ExchangeLog:
     """Remembers the last exchanges in the order in which they began.
 
     Example:
-        >>> log = FlightLog()
+        >>> log = ExchangeLog()
         >>> first = log.begin("segment 1 of 2", ["weight"])
         >>> second = log.begin("segment 2 of 2")
         >>> first.end()
-        >>> [flight.what for flight in log.flights if flight.ended is None], log.begun
+        >>> [exchange.what for exchange in log.exchanges if exchange.ended is None], log.begun
         (['segment 2 of 2'], 2)
     """
 
     def __init__(self) -> None:
-        self._flights: deque[Flight] = deque(maxlen=KEPT)
+        self._exchanges: deque[LoggedExchange] = deque(maxlen=KEPT)
         self.begun = 0
 
-    def begin(self, what: str, names: Sequence[str] = ()) -> Flight:
+    def begin(self, what: str, names: Sequence[str] = ()) -> LoggedExchange:
         """Note an exchange that begins now."""
         self.begun += 1
-        flight = Flight(self.begun, what, names)
-        self._flights.append(flight)
-        return flight
+        exchange = LoggedExchange(self.begun, what, names)
+        self._exchanges.append(exchange)
+        return exchange
 
     @property
-    def flights(self) -> list[Flight]:
+    def exchanges(self) -> list[LoggedExchange]:
         """The last ones, oldest first."""
         while True:
             try:
-                return list(self._flights)
+                return list(self._exchanges)
             except RuntimeError:  # another thread has begun one meanwhile
                 continue
 
 
-FLIGHTS = FlightLog()
+EXCHANGES = ExchangeLog()
 """Those of this process, of whatever session or hook."""
