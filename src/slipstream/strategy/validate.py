@@ -63,7 +63,8 @@ def _line(model: type[BaseModel], problem: ErrorDetails) -> str:
             place, said = f"{place}.kind", f"missing in {shown(seen)}"
         case "union_tag_invalid":
             tag = seen.get("kind") if isinstance(seen, Mapping) else problem["ctx"]["tag"]
-            place, said = f"{place}.kind", f"got {tag!r}{did_you_mean(tag, _inner(owner, field))}"
+            near = did_you_mean(tag, _inner(owner, field)) if isinstance(tag, str) else ""
+            place, said = f"{place}.kind", f"got {tag!r}{near}"
         case _:
             said = f"got {shown(seen)}"
     return f"{place}: {said}; allowed: {_allowed(owner, field)}"
@@ -74,7 +75,7 @@ def _locate(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[type[Ba
     owner, field, place = model, "", ""
     for part in loc:
         inner = _inner(owner, field)
-        if isinstance(part, int) and (_is_list(owner, field) or (field and not inner)):
+        if isinstance(part, int) and _may_be_list(owner, field):
             place += f"[{part}]"
         elif len(inner) > 1 and part in inner:  # pydantic puts a variant's kind into the place
             owner, field = inner[part], ""
@@ -96,6 +97,21 @@ def _inner(owner: type[BaseModel], field: str) -> dict[str, type[BaseModel]]:
 def _is_list(owner: type[BaseModel], field: str) -> bool:
     info = owner.model_fields.get(field)
     return info is not None and get_origin(info.annotation) is tuple
+
+
+def _may_be_list(owner: type[BaseModel], field: str) -> bool:
+    info = owner.model_fields.get(field)
+    members = [] if info is None else _members(info.annotation)
+    return any(get_origin(member) is tuple for member in members)
+
+
+def _members(annotation: Any) -> list[Any]:
+    """The member types of a union, at any depth."""
+    if get_origin(annotation) is Annotated:
+        return _members(get_args(annotation)[0])
+    if isinstance(annotation, UnionType) or get_origin(annotation) is Union:
+        return [member for part in get_args(annotation) for member in _members(part)]
+    return [annotation]
 
 
 def _options(annotation: Any) -> list[Any]:
