@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-FAULT, SHARDED = sys.argv[1], "sharded" in sys.argv
+FAULT, SHARDED = "".join(sys.argv[1:2]), "sharded" in sys.argv
 BAD, AT, SECONDS = 1, 3, 16.0
 
 

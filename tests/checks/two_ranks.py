@@ -7,13 +7,19 @@ import socket
 import subprocess
 import sys
 
-with socket.create_server(("127.0.0.1", 0)) as server:
-    port = str(server.getsockname()[1])
-common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-ranks = [
-    subprocess.Popen(
-        [sys.executable, *sys.argv[1:]], env={**os.environ, **common, "RANK": str(rank)}
-    )
-    for rank in range(2)
-]
-sys.exit(max(abs(rank.wait()) for rank in ranks))
+
+def main() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *sys.argv[1:]], env={**os.environ, **common, "RANK": str(rank)}
+        )
+        for rank in range(2)
+    ]
+    return max(abs(rank.wait()) for rank in ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -47,6 +47,8 @@ class RankState(FrozenModel):
     """The gradients in it."""
     number: int = 0
     """Exchanges begun so far."""
+    seconds: float = 0.0
+    """That it takes for an update of its own, waiting left out; 0: unknown."""
     loading: bool = False
     """Whether it waits for data."""
     asking: bool = False

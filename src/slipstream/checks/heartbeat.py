@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +36,7 @@ from typing import Any, Literal
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from slipstream.checks.autopsy import Autopsy, RankCase, RankState, ranks_named
+from slipstream.checks.slow_ranks import SlowRanks
 from slipstream.checks.stacks import CallSite, all_stacks, main_place
 from slipstream.checks.vitals import (
     Vitals,
@@ -73,10 +74,12 @@ EXIT_CODE = 75  # EX_TEMPFAIL: the same command may well succeed
 
 @dataclass(slots=True)
 class UpdateCount:
-    """Updates that are done: ``step`` of the whole run, ``updates`` of this session."""
+    """Updates that are done: ``step`` of the whole run, ``updates`` of this session; and seconds
+    that they have waited for other ranks."""
 
     step: int = 0
     updates: int = 0
+    waited: float = 0.0
 
     def reached(self, step: int) -> None:
         """Note that an update has ended, the ``step``-th."""
@@ -130,6 +133,12 @@ class Heartbeat:
         self._answered = self._asked = False
         self._alarms = 0  # that were none
         self._left = ""
+        self._counted = (
+            replace(progress),
+            self._looked,
+        )  # where seconds of an update are counted from
+        self._seconds = 0.0
+        self._slow, self._compared = SlowRanks(), self._looked
         self._noted = False  # in the folder, as long as this rank is still
         self._threads = [
             threading.Thread(target=self._beats, name="slipstream-heartbeat", daemon=True),
@@ -213,6 +222,9 @@ class Heartbeat:
         if state.ended:
             return
         self._watch_neighbour(now)
+        if self.rank == 0 and now - self._compared > self._window:
+            self._compared = now
+            self._name_slow_ranks(state, now)
         if state.still > 2 * self.interval + 2 and not self._waits_long and self._watches(now):
             self._watch_all(state, now)
 
@@ -251,6 +263,7 @@ class Heartbeat:
             exchange=exchange if place.exchanging else "",
             names=names if place.exchanging else (),
             number=EXCHANGES.begun,
+            seconds=self._own_seconds(now),
             loading=place.loading,
             asking=place.asking,
             still=round(now - self._alive, 1),
@@ -258,6 +271,20 @@ class Heartbeat:
         )
         self._note(state)
         return state
+
+    def _own_seconds(self, now: float) -> float:
+        """Seconds that this rank takes for an update of its own, in the last while; 0: unknown."""
+        (before, since), progress = self._counted, self._progress
+        if now - since >= self._window:
+            updates, waited = progress.updates - before.updates, progress.waited - before.waited
+            self._seconds = (now - since - waited) / updates if updates else 0.0
+            self._counted = replace(progress), now
+        return self._seconds
+
+    @property
+    def _window(self) -> float:
+        """Seconds over which ranks are compared."""
+        return max(1.0, self.timeout / 6)
 
     def _note(self, state: RankState) -> None:
         """Leave in the folder where this rank is, should somebody end the run from outside."""
@@ -308,6 +335,14 @@ class Heartbeat:
         if before is None or before[0] != said:
             self._heard[rank] = said, now
         return RankState.model_validate_json(said), now - self._heard[rank][1]
+
+    def _name_slow_ranks(self, own: RankState, now: float) -> None:
+        heard = (self._hear(rank, now) for rank in range(1, self.world_size))
+        states = [own, *(said[0] for said in heard if said is not None)]
+        seconds = {state.rank: state.seconds for state in states if state.seconds > 0}
+        if len(seconds) == self.world_size and not own.young:
+            for words in self._slow.look(seconds, own.step):
+                sys.stderr.write(f"slipstream: {words}\n")
 
     def _watch_neighbour(self, now: float) -> None:
         """The next rank that has not left."""

@@ -10,6 +10,7 @@ comes again without one, and the gradients were zeroed meanwhile, the script has
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -224,7 +225,9 @@ class TrainingLoop:
             if not dummy_batch:  # such a rank takes part in the exchange, with zeros
                 run()
             self.tracer.backward_ends()
+            began = time.perf_counter()
             self.engine.end()
+            self.progress.waited += time.perf_counter() - began
             self._meet()
         except BaseException as error:  # an interrupt, too, which the script may survive
             self.engine.abort(error)
