@@ -67,4 +67,5 @@ def main() -> None:
     print(f"rank {rank} is done")
 
 
-main()
+if __name__ == "__main__":
+    main()
