@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from slipstream.checks.autopsy import Autopsy, RankCase, RankState
 from slipstream.checks.board import Board
