@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ ASLEEP = "import sys, time; print(flush=True); time.sleep(1000)"
 BUSY = "print(flush=True)\nwhile True: sum(range(1000))"
 WRITING = """
 import time
+from typing import Any
 print(flush=True)
 with open('/dev/null', 'wb', buffering=0) as file:
     while True:
@@ -117,7 +119,7 @@ def test_what_is_not_confirmed_is_named(tmp_path):
 
 
 def test_the_line_of_the_script_is_found():
-    seen = []
+    seen: list[Any] = []
 
     def look():
         seen.extend([main_place(), all_stacks()])

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from slipstream.checks.autopsy import Autopsy, RankCase, RankState
 from slipstream.checks.board import Board
 from slipstream.checks.watch import Watch
 from slipstream.checks.watched_host import HostCases, HostState
 from slipstream.cli.store import open_store
+from slipstream.errors import ClusterError
 
 TIMEOUT = 4.0
 
@@ -158,6 +159,22 @@ def test_a_rank_that_lives_on_another_host_is_no_hang(hosts):
     assert not waiting.asked
 
 
+def test_the_store_of_another_run_is_told_and_left_alone():
+    def refuse() -> TCPStore:
+        raise ClusterError("the run that meets at node0:1 has a token, and this process has none")
+
+    watch = Watch(FakeHost(1, "backward"), TIMEOUT, Board(refuse), hosts=2, host_rank=1)
+    hints: list[str] = []
+    until = time.monotonic() + 30
+    while not hints and time.monotonic() < until:
+        assert watch.beat(time.monotonic()) is None
+        hints = watch.hints()
+        time.sleep(0.05)
+    assert hints == [
+        "is alone: the run that meets at node0:1 has a token, and this process has none"
+    ]
+
+
 # Alone.
 
 
@@ -165,6 +182,9 @@ def test_of_several_hosts_a_watch_alone_judges_stopped_ranks_only():
     host = FakeHost(0, "backward")
     watch = Watch(host, TIMEOUT)
     host.began -= 1000
+    assert watch.beat(time.monotonic()) is None
+    assert watch.hints() == []  # others may yet start
+    watch._all_since -= 1000
     assert watch.beat(time.monotonic()) is None
     (hint,) = watch.hints()
     assert hint.startswith("sees rank 0 of 2: other hosts are not seen")

@@ -36,6 +36,7 @@ from typing import Any, Literal
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from slipstream.checks.autopsy import Autopsy, RankCase, RankState, ranks_named
+from slipstream.checks.limits import EXIT_CODE, STALE, STILL, interval_of
 from slipstream.checks.slow_ranks import SlowRanks
 from slipstream.checks.stacks import CallSite, all_stacks, main_place
 from slipstream.checks.vitals import (
@@ -49,9 +50,6 @@ from slipstream.errors import ExchangeError, HangError, SlipstreamError
 from slipstream.files.write import write_whole
 from slipstream.transport.exchange_log import EXCHANGES
 
-STALE, STILL = 0.5, 0.6
-"""Shares of the timeout after which a rank without a heartbeat is silent, and one without a sign of
-life waits for nothing; the rest is for the autopsy."""
 FIRST_UPDATES, FIRST_FACTOR = 2, 10
 """Until so many updates are done, ranks compile and read for the first time: as many times as long
 is allowed."""
@@ -69,7 +67,6 @@ AlarmKind = Literal["silent", "still", "left", "failed"]
 """Why a rank asks: another is silent, or has left; all are still; an exchange has failed."""
 WORDS = 200
 """Characters of an error that others get to read."""
-EXIT_CODE = 75  # EX_TEMPFAIL: the same command may well succeed
 
 
 @dataclass(slots=True)
@@ -120,7 +117,7 @@ class Heartbeat:
     ) -> None:
         self.rank, self.world_size, self.host = rank, world_size, host
         self.timeout, self.folder = timeout, folder
-        self.interval = min(2.0, max(0.2, timeout / 30)) * max(1.0, world_size / 500)
+        self.interval = interval_of(timeout) * max(1.0, world_size / 500)
         self.verdict: str | None = None
         connection: Store = store.clone()  # type: ignore[attr-defined]
         self._store = PrefixStore(f"slipstream/heartbeat/{name}", connection)

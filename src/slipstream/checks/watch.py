@@ -15,15 +15,15 @@ from typing import Protocol
 
 from slipstream.checks.autopsy import Autopsy, RankState, ranks_named
 from slipstream.checks.board import Board
+from slipstream.checks.limits import STALE, STILL, interval_of
 from slipstream.checks.watched_host import HostCases, HostState
 
-STALE, STILL = 0.5, 0.6
-"""Shares of the timeout after which a host without a beat is silent, and a rank without a sign of
-life is still, as in ``heartbeat``."""
 PAUSE = 0.3
 """Share of the timeout from an alarm that was none to the next."""
 ANSWER_SECONDS = 5.0
 """For the answers of all hosts to an alarm."""
+HINT_SECONDS = 10.0
+"""For all ranks of this host to start."""
 LEAVE_SECONDS = 3.0
 """For other hosts to read the verdict, before the store ends with host 0."""
 
@@ -36,11 +36,6 @@ class Host(Protocol):
     def cases(self, now: float) -> HostCases: ...
 
     def forget(self) -> None: ...
-
-
-def interval_of(timeout: float) -> float:
-    """Seconds from one beat to the next."""
-    return min(2.0, max(0.2, timeout / 30))
 
 
 class Watch:
@@ -70,6 +65,7 @@ class Watch:
         self._host, self._timeout, self._board = host, timeout, board
         self._hosts, self._host_rank = hosts, host_rank
         self._left_beat = self._began = time.monotonic()
+        self._all_since = self._began  # all ranks are seen, or will be
         self._not_before = 0.0  # of the next alarm
         self._alarm: tuple[str, float] | None = None  # its reason, and since when it is on
         self._alarms = 0  # that were none
@@ -244,7 +240,9 @@ class Watch:
 
     def _hint(self, now: float) -> None:
         state = self._state
-        if state.ranks and self._board is None and len(state.ranks) < state.world_size:
+        if len(state.ranks) >= state.world_size or self._board is not None:
+            self._all_since = now
+        if state.ranks and now - self._all_since > HINT_SECONDS:
             self._say_once(
                 state.world_size,
                 f"sees {_named(state.ranks)} of {state.world_size}: other hosts are not seen, so "

@@ -25,16 +25,16 @@ from typer import Argument, Option
 from slipstream.checks.autopsy import Autopsy
 from slipstream.checks.board import Board, NoteStore
 from slipstream.checks.dumps import Dumps
+from slipstream.checks.limits import EXIT_CODE, interval_of
 from slipstream.checks.processes import adopt_orphans, end_all, reap
 from slipstream.checks.vitals import PROC
-from slipstream.checks.watch import Watch, interval_of
+from slipstream.checks.watch import Watch
 from slipstream.checks.watched_host import WatchedHost
 from slipstream.cluster import listen
 from slipstream.errors import LaunchError
 from slipstream.files.write import write_whole
 from slipstream.strategy.duration import seconds_of
 
-EXIT_CODE = 75  # of a run that hung: EX_TEMPFAIL, as where its ranks end it themselves
 PATIENCE = 5.0
 """Seconds from SIGTERM to SIGKILL."""
 _PASSED_ON = (
