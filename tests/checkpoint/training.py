@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import slipstream
 from slipstream.checkpoint import Checkpoints
@@ -40,7 +40,7 @@ class Net(nn.Module):
         return out
 
 
-class Lengths(TensorDataset):
+class Lengths(Dataset[Tensor]):
     """Sequences that say how long they are."""
 
     def __init__(self) -> None:

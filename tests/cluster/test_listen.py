@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from slipstream.cli import store as command
 from slipstream.cluster.listen import TOKEN, admit, new_token, open_store

@@ -338,7 +338,7 @@ class Heartbeat:
         states = [own, *(said[0] for said in heard if said is not None)]
         seconds = {state.rank: state.seconds for state in states if state.seconds > 0}
         if len(seconds) == self.world_size and not own.young:
-            for words in self._slow.look(seconds, own.step):
+            for words in self._slow.look(seconds, self._progress.step):
                 sys.stderr.write(f"slipstream: {words}\n")
 
     def _watch_neighbour(self, now: float) -> None:
