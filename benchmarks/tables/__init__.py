@@ -13,6 +13,7 @@ TABLES: Mapping[str, Callable[[Entry], Result]] = {
     "balance": training.balance,
     "blame": planning.blame,
     "bubbles": computing.bubbles,
+    "checks": training.checks,
     "compiled": computing.compiled,
     "convergence": training.convergence,
     "exchange": exchanges.exchange,

@@ -129,6 +129,23 @@ def unequal(entry: Entry) -> Result:
     return one_table(entry, "One host at half speed", words, columns, rows)
 
 
+def checks(entry: Entry) -> Result:
+    """Iterations that are watched, looked at and proved."""
+    words = (
+        f"{entry['ranks']} ranks on the same cores, {entry['updates']} updates of each variant a "
+        f"turn, {entry['rounds']} turns."
+    )
+    rows = [
+        (
+            *(r["model"], r["name"], f"{r['milliseconds']:.2f}", f"{r['ratio'] - 1:+.1%}"),
+            f"{r['low'] - 1:+.1%} .. {r['high'] - 1:+.1%}",
+        )
+        for r in entry["rows"]
+    ]
+    columns = ("model", "checks", "ms an update", "more than without", "quartiles")
+    return one_table(entry, "Checks", words, columns, rows)
+
+
 def _allowed(entry: Entry) -> str:
     return "0.5 points below" if entry["task"] == "digits" else "2 % above"
 

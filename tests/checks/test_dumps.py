@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -121,13 +122,17 @@ def test_a_process_writes_its_stacks(tmp_path, code, inner):
     environ = dumps.environment(os.environ)
     argv = [sys.executable, "-c", code]
     with subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE) as process:
-        pid = int(process.stdout.readline().strip() or process.pid)
-        for _ in range(2):  # the second does not begin with the first
-            found = dumps.of([pid])[pid]
+        pid = process.pid
+        try:
+            pid = int(process.stdout.readline().strip() or pid)
+            while dumps.of([pid])[pid].threads[MAIN][0].name != inner:  # on its way there
+                assert process.poll() is None
+            found = dumps.of([pid])[pid]  # does not begin with the one before
             assert found.threads[MAIN][0].name == inner
-        assert process.poll() is None
-        os.kill(pid, 9)
-        process.kill()
+            assert process.poll() is None
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            process.kill()
 
 
 def test_the_users_own_sitecustomize_runs_and_others_are_never_asked(tmp_path):
