@@ -19,7 +19,6 @@ ASLEEP = "import sys, time; print(flush=True); time.sleep(1000)"
 BUSY = "print(flush=True)\nwhile True: sum(range(1000))"
 WRITING = """
 import time
-from typing import Any
 print(flush=True)
 with open('/dev/null', 'wb', buffering=0) as file:
     while True:
