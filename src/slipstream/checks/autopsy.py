@@ -75,6 +75,8 @@ class RankCase(FrozenModel):
     """Addresses that do not confirm what this host sends."""
     neighbours: dict[int, str] = Field(default_factory=dict)
     """Silent ranks of this host: the state of their processes."""
+    computing: tuple[int, ...] = ()
+    """Those of them whose processes compute: a call of C keeps their heartbeat waiting."""
 
 
 class Autopsy(FrozenModel):

@@ -65,6 +65,8 @@ WATCHERS = 3
 """Ranks, from 0, that look at all others once they are still."""
 AlarmKind = Literal["silent", "still", "left", "failed"]
 """Why a rank asks: another is silent, or has left; all are still; an exchange has failed."""
+RAISED = "ended with"
+"""What a rank has done whose own exception says more than an autopsy."""
 WORDS = 200
 """Characters of an error that others get to read."""
 
@@ -130,13 +132,12 @@ class Heartbeat:
         self._answered = self._asked = False
         self._alarms = 0  # that were none
         self._left = ""
-        self._counted = (
-            replace(progress),
-            self._looked,
-        )  # where seconds of an update are counted from
+        # from where the seconds of an update are counted
+        self._counted = replace(progress), self._looked
         self._seconds = 0.0
         self._slow, self._compared = SlowRanks(), self._looked
         self._noted = False  # in the folder, as long as this rank is still
+        self._say(self._look(self._looked))  # before anything can stop this rank
         self._threads = [
             threading.Thread(target=self._beats, name="slipstream-heartbeat", daemon=True),
             threading.Thread(target=self._watch_store, name="slipstream-store", daemon=True),
@@ -181,7 +182,7 @@ class Heartbeat:
         if isinstance(error, SystemExit):  # of the interpreter, which has printed what was raised
             error = getattr(sys, "last_value", None)
         words = "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
-        self._left = f"ended with {words[:WORDS]}" if words else "left its loop"
+        self._left = f"{RAISED} {words[:WORDS]}" if words else "left its loop"
         self._closing.set()
         for thread in self._threads:
             thread.join(ANSWER_SECONDS)
@@ -212,7 +213,7 @@ class Heartbeat:
             self._heard.clear()
             self._place = None
         state = self._look(now)
-        self._store.set(f"beat/{self.rank}", state.model_dump_json(exclude_defaults=True))
+        self._say(state)
         if self._answered or self._store.check([self._key("alarm")]):
             self._answer(state)
             return
@@ -232,6 +233,9 @@ class Heartbeat:
             return True
         heard = [self._hear(rank, now) for rank in first]
         return all(said is not None and said[0].ended for said in heard)
+
+    def _say(self, state: RankState) -> None:
+        self._store.set(f"beat/{self.rank}", state.model_dump_json(exclude_defaults=True))
 
     def _look(self, now: float) -> RankState:
         """At this rank itself."""
@@ -307,17 +311,22 @@ class Heartbeat:
             + ("" if f.ended is None else f", ended after {f.ended - f.begun:.3f} s")
             for f in EXCHANGES.exchanges
         ]
-        neighbours = {}
+        neighbours, computing = {}, []
         for rank, (said, since) in [*self._heard.items()]:
+            if not said or now - since <= 2 * self.interval:
+                continue
             other = RankState.model_validate_json(said)
-            if other.host == self.host and now - since > self.interval * 2:
+            if other.host == self.host:
                 neighbours[rank] = in_words(other.pid)
+                if state_of_process(other.pid) == "R":
+                    computing.append(rank)
         return RankCase(
             state=state,
             stacks=all_stacks(),
             exchanges=exchanges,
             unsent=unsent(),
             neighbours=neighbours,
+            computing=tuple(computing),
         )
 
     # The others.
@@ -346,18 +355,16 @@ class Heartbeat:
         for distance in range(1, self.world_size):
             rank = (self.rank + distance) % self.world_size
             heard = self._hear(rank, now)
-            if heard is None:
-                return
-            other, silence = heard
-            if other.ended:
+            other, silence = heard or (None, now - self._heard.setdefault(rank, (b"", now))[1])
+            if other is not None and other.ended:
                 continue
             if silence > self.timeout * STALE and not self._lives(other, silence):
                 self._raise_alarm("silent", f"rank {rank} was silent for {silence:.0f} s")
             return
 
-    def _lives(self, other: RankState, silence: float) -> bool:
+    def _lives(self, other: RankState | None, silence: float) -> bool:
         """Whether a silent rank of this host computes: a call of C keeps its thread waiting."""
-        if other.host != self.host or silence > FIRST_FACTOR * self.timeout:
+        if other is None or other.host != self.host or silence > FIRST_FACTOR * self.timeout:
             return False
         return state_of_process(other.pid) == "R"
 
@@ -409,8 +416,8 @@ class Heartbeat:
         if self._store.check([self._key("verdict")]):
             self._learn(json.loads(self._store.get(self._key("verdict"))))
         elif now - self._alarmed_at > 2 * ANSWER_SECONDS + self.interval:
-            alone = Autopsy.of({self.rank: self._case(state)}, {}, self.world_size, reason)
-            self._learn({"verdict": alone.verdict, "first": [self.rank]})
+            words = f"{reason}; rank {asker}, which asked why, has gone before it could say"
+            self._learn({"verdict": words, "first": [self.rank]})
 
     def _judge(self, kind: AlarmKind, reason: str, now: float) -> None:
         ranks = range(self.world_size)
@@ -431,13 +438,18 @@ class Heartbeat:
             else:
                 silent[rank] = said
         least = min((case.state.still for case in cases.values()), default=0.0)
-        if kind in ("silent", "still") and not silent and least < self.timeout * STILL / 2:
+        live = {rank for case in cases.values() for rank in case.computing}
+        if kind == "silent":
+            was_none = {*silent} <= live
+        else:
+            was_none = kind == "still" and not silent and least < self.timeout * STILL / 2
+        if was_none:
             self._store.set(self._key("verdict"), json.dumps(None))
             return
         autopsy = Autopsy.of(cases, silent, self.world_size, reason)
-        has_ended = any(case.state.ended for case in cases.values())
+        says_more = any(case.state.ended.startswith(RAISED) for case in cases.values())
         words = autopsy.verdict
-        if not has_ended or kind == "left":  # else the rank that failed has said more
+        if not says_more:
             with suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 write_whole(self.folder / "autopsy.json", autopsy.model_dump_json(indent=1))
@@ -452,6 +464,7 @@ class Heartbeat:
         if found is None:  # no hang
             self._alarms += 1
             self._answered = self._asked = False
+            self._heard.clear()  # silence counts anew
             return
         if self._known.is_set():
             return
