@@ -204,6 +204,7 @@ def test_a_rank_that_trains_on_its_own_names_itself(two):
     assert f"before the exchange on rank {BAD}." in said
 
 
+@pytest.mark.filterwarnings("ignore:this session closes with gradients")
 @pytest.mark.parametrize("sparse", [False, True])
 def test_one_process_raises_too(sparse):
     said = raises({}, torch.nan, sparse)

@@ -128,7 +128,11 @@ def test_advise_warns_of_a_curve_that_does_not_fit(tmp_path):
         (["summary", "no-such-file.json"], None, "TraceError no-such-file.json cannot be read"),
         (["summary", "two.json", "--rank", "9"], None, "TraceError rank 9 is not in the trace"),
         (["summary", "two.json", "--baseline", "two.json"], None, "the baseline has 2 ranks"),
-        (["advise", "two.json"], lambda text: text[:-100], "TraceError two.json is not JSON"),
+        (
+            ["advise", "two.json"],
+            lambda text: text[:-100],
+            "TraceError two.json cannot be read: not valid JSON, line 1",
+        ),
         (["advise", "two.json"], lambda text: "{}", "not a trace of slipstream"),
         (["advise", "two.json", "--cluster", "four.yaml"], None, "ClusterError"),
         (["advise", "two.json", "--cluster", "two.json"], None, "ClusterError"),

@@ -338,7 +338,7 @@ def test_trials_are_read(tmp_path):
     ("text", "reason"),
     [
         (None, "cannot be read: No such file"),
-        ("[", "is not JSON"),
+        ("[", "cannot be read: not valid JSON, line 1, column 2"),
         ('{"traceEvents": []}', "it is not a list"),
         ('[{"name": "a"}, 3]', "entry 2 has no name"),
         ('[{"name": 3}]', "entry 1 has no name"),
