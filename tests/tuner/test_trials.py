@@ -37,7 +37,7 @@ OUTCOMES = {
     "fails": ("failed", "exit code 1: RuntimeError: boom"),
     "is killed": ("failed", "killed by SIGKILL: it wrote nothing"),
     "ends without a trace": ("no trace", "it ended without a trace"),
-    "ends with half a trace": ("failed", "is not JSON"),
+    "ends with half a trace": ("failed", "not valid JSON"),
     "hangs": ("hanging", "no trace after 1 s: killed"),
     "hangs and does not want to end": ("hanging", "no trace after 1 s: killed"),
 }

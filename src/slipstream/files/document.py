@@ -159,8 +159,6 @@ def checked(document: Any) -> Any:
     """
     level: list[Any] = [[document]]
     for _ in range(DEEPEST + 2):
-        if not level:
-            return document
         inner = [*chain.from_iterable(map(_parts, level))]
         for value in level:
             for key in value if type(value) is dict else ():
@@ -172,6 +170,8 @@ def checked(document: Any) -> Any:
             if (problem := _problem(value)) is not None:
                 raise Unreadable(f"{place_in(document, value)}: {problem}")
         level = [value for value in inner if type(value) in _CONTAINERS]
+        if not level:
+            return document
     raise Unreadable(f"{place_in(document, level[0])}: {_nested()}")
 
 
