@@ -123,8 +123,6 @@ def _check_values(state: Any, most: int) -> None:
     """
     level, count = [state], 0
     for _ in range(DEEPEST):
-        if not level:
-            return
         huge = next((v for v in level if isinstance(v, torch.Tensor) and _size(v) > most), None)
         if huge is not None:
             what = f"a tensor of {_size(huge):,} bytes, of which the file has few"
@@ -138,6 +136,8 @@ def _check_values(state: Any, most: int) -> None:
         if count > MOST_VALUES:
             raise CheckpointError(f"(top level): more than {MOST_VALUES:,} values")
         level = [*chain.from_iterable(map(_parts, inner))]
+        if not level:
+            return
     raise CheckpointError(f"{place_in(state, level[0])}: nested deeper than {DEEPEST}")
 
 
