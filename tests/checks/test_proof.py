@@ -191,22 +191,41 @@ def test_wrong_averages_are_named(three, fault, split):
         assert "the segment of" in said
 
 
-def divides_by_hand() -> str:
-    with opened({"checks": {"every": EVERY}}) as session:
+def divides_by_hand() -> list[str]:
+    with opened({"checks": {"every": EVERY}}) as session, warnings.catch_warnings(record=True) as w:
+        warnings.simplefilter("always")
 
         def divide() -> None:
             for p in session.model.parameters():
                 p.grad /= session.world_size
 
-        with pytest.raises(ProofError) as caught:
-            updates(session, 0, 2 * EVERY, divide)
-        session.model.zero_grad()
-        return str(caught.value)
+        updates(session, 0, 3 * EVERY, divide)
+    return [str(warning.message) for warning in w if "divided" in str(warning.message)]
 
 
-def test_gradients_that_the_script_divides_again_are_named(three):
+def test_gradients_that_the_script_divides_again_are_warned_of(three):
     for said in three.run(divides_by_hand):
-        assert "once more between backward() and step()" in said
+        assert len(said) == 1
+        assert "leaves the average already" in said[0]
+
+
+def sampled(split: str) -> set[str]:
+    """The gradients that some proofs have sampled together."""
+    found: set[str] = set()
+    with opened({"gradients": {"split": split}, "checks": {"every": EVERY}}) as session:
+
+        def note() -> None:
+            sample = session._loop.engine._sample
+            found.update(sample.names if sample is not None else ())
+
+        updates(session, 0, 8 * EVERY, note)
+    return found
+
+
+@pytest.mark.parametrize("split", ["single", "per_layer"])
+def test_every_gradient_is_sampled_in_its_turn(three, split):
+    for found in three.run(sampled, split):
+        assert found == {f"{layer}.{name}" for layer in (0, 1, 3) for name in ("weight", "bias")}
 
 
 def lost_residual() -> str | None:

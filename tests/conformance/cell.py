@@ -7,6 +7,7 @@ import gc
 import signal
 import traceback
 import warnings
+from socket import gethostname
 from typing import Any, NamedTuple
 
 import torch
@@ -178,7 +179,8 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+    words = " ".join(str(error).split()).replace(f"(host {gethostname()})", "(host a)")
+    return words[:300]
 
 
 @contextlib.contextmanager

@@ -325,7 +325,7 @@ class Checkpoints:
             if session.rank and state["optimizer"]["ranks"] == 1:
                 del state["optimizer"]  # the first rank has the same
             pieces = parts.cut({**state, BESIDE: beside}, session.rank)
-        except Exception as failure:
+        except Exception as failure:  # of any kind: the other ranks wait for this one's answer
             error = failure
         if self._group is not None:
             agree({}, self._group, error)

@@ -123,7 +123,7 @@ def _culprit(value: Any, path: str) -> str | None:
         torch.save(value, file)
         file.seek(0)
         torch.load(file, weights_only=True, map_location="cpu")
-    except Exception:
+    except Exception:  # of pickle and torch: whatever they say, it is no data
         return f"{path} ({type(value).__name__})"
     return None
 

@@ -28,7 +28,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -37,22 +36,15 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from slipstream.checks.autopsy import Autopsy, RankCase, RankState, ranks_named
 from slipstream.checks.limits import EXIT_CODE, STALE, STILL, interval_of
+from slipstream.checks.own_view import OwnView, UpdateCount, last_exchanges
 from slipstream.checks.slow_ranks import SlowRanks
-from slipstream.checks.stacks import CallSite, all_stacks, main_place
-from slipstream.checks.vitals import (
-    Vitals,
-    in_words,
-    state as state_of_process,
-    unsent,
-    vitals,
-)
+from slipstream.checks.stacks import all_stacks, main_place
+from slipstream.checks.vitals import in_words, state as state_of_process, unsent
 from slipstream.errors import ExchangeError, HangError, SlipstreamError
 from slipstream.files.write import write_whole
-from slipstream.transport.exchange_log import EXCHANGES
 
-FIRST_UPDATES, FIRST_FACTOR = 2, 10
-"""Until so many updates are done, ranks compile and read for the first time: as many times as long
-is allowed."""
+FIRST_FACTOR = 10
+"""Times as long is allowed until a session has made its first updates."""
 ANSWER_SECONDS = 3.0
 """For the answers of all ranks to an alarm."""
 GRACE = 0.15
@@ -69,21 +61,6 @@ RAISED = "ended with"
 """What a rank has done whose own exception says more than an autopsy."""
 WORDS = 200
 """Characters of an error that others get to read."""
-
-
-@dataclass(slots=True)
-class UpdateCount:
-    """Updates that are done: ``step`` of the whole run, ``updates`` of this session; and seconds
-    that they have waited for other ranks."""
-
-    step: int = 0
-    updates: int = 0
-    waited: float = 0.0
-
-    def reached(self, step: int) -> None:
-        """Note that an update has ended, the ``step``-th."""
-        self.step = step
-        self.updates += 1
 
 
 class Heartbeat:
@@ -123,21 +100,17 @@ class Heartbeat:
         self.verdict: str | None = None
         connection: Store = store.clone()  # type: ignore[attr-defined]
         self._store = PrefixStore(f"slipstream/heartbeat/{name}", connection)
-        self._progress, self._spins, self._waits_long = progress, spins, waits_long
+        self._waits_long = waits_long
         self._closing, self._known, self._told = (threading.Event() for _ in range(3))
-        self._place: CallSite | None = None
-        self._vitals, self._looked = Vitals(), time.monotonic()
-        self._alive = self._reached = self._looked
+        self._own = OwnView(rank, host, progress, spins=spins, window=self._window)
+        self._reached = time.monotonic()
         self._heard: dict[int, tuple[bytes, float]] = {}  # what a rank said, and since when
         self._answered = self._asked = False
         self._alarms = 0  # that were none
         self._left = ""
-        # from where the seconds of an update are counted
-        self._counted = replace(progress), self._looked
-        self._seconds = 0.0
-        self._slow, self._compared = SlowRanks(), self._looked
+        self._slow, self._compared = SlowRanks(), self._reached
         self._noted = False  # in the folder, as long as this rank is still
-        self._say(self._look(self._looked))  # before anything can stop this rank
+        self._say(self._own.state(self._reached))  # before anything can stop this rank
         self._threads = [
             threading.Thread(target=self._beats, name="slipstream-heartbeat", daemon=True),
             threading.Thread(target=self._watch_store, name="slipstream-store", daemon=True),
@@ -168,11 +141,15 @@ class Heartbeat:
     def explain(self, reason: str) -> str | None:
         """Ask all ranks why an exchange of this one has failed; None: nobody knows better."""
         self._told.set()
-        try:
-            self._raise_alarm("failed", reason)
-        except RuntimeError:  # torch's stores raise no other
-            return f"{reason}; the run's store is gone, too, which ends with rank 0 or its launcher"
-        self._known.wait(2 * ANSWER_SECONDS + 2 * self.interval)
+        until = time.monotonic() + 2 * ANSWER_SECONDS + 2 * self.interval
+        asked = -1
+        while time.monotonic() < until and not self._known.wait(POLL_SECONDS):
+            if asked != self._alarms:  # the one before was of another kind, and was none
+                asked = self._alarms
+                try:
+                    self._raise_alarm("failed", reason)
+                except RuntimeError:  # torch's stores raise no other
+                    return "the run's store is gone, too, which ends with rank 0 or its launcher"
         time.sleep(FIRST_SECONDS)  # this process may keep the store, in which others still read
         return self.verdict
 
@@ -209,10 +186,11 @@ class Heartbeat:
 
     def _beat(self) -> None:
         now = time.monotonic()
-        if now - self._looked > 3 * self.interval + 1:  # this process was stopped itself
+        if now - self._own.looked > 3 * self.interval + 1:  # this process was stopped itself
             self._heard.clear()
-            self._place = None
-        state = self._look(now)
+            self._own.begin_anew()
+        state = self._own.state(now, self._left)
+        self._note(state)
         self._say(state)
         if self._answered or self._store.check([self._key("alarm")]):
             self._answer(state)
@@ -236,51 +214,6 @@ class Heartbeat:
 
     def _say(self, state: RankState) -> None:
         self._store.set(f"beat/{self.rank}", state.model_dump_json(exclude_defaults=True))
-
-    def _look(self, now: float) -> RankState:
-        """At this rank itself."""
-        place, signs = main_place(), vitals(os.getpid(), threading.get_native_id())
-        # since it last lived, not since the last look: the kernel counts by ticks
-        moves_on = self._place is None or place.key != self._place.key
-        if moves_on or signs.show_life_since(
-            self._vitals, now - self._alive, computing=not self._spins
-        ):
-            self._alive, self._vitals = now, signs
-        self._place, self._looked = place, now
-        under_way = [one for one in EXCHANGES.exchanges if one.ended is None]
-        exchange, names = "", tuple[str, ...]()
-        if under_way:
-            exchange, names = under_way[0].what, tuple(under_way[0].names[:8])
-        elif place.exchanging:
-            exchange = "an exchange"
-        state = RankState(
-            rank=self.rank,
-            host=self.host,
-            pid=os.getpid(),
-            step=self._progress.step,
-            young=self._progress.updates < FIRST_UPDATES,
-            line=place.line,
-            verb=place.verb,
-            exchange=exchange if place.exchanging else "",
-            names=names if place.exchanging else (),
-            number=EXCHANGES.begun,
-            seconds=self._own_seconds(now),
-            loading=place.loading,
-            asking=place.asking,
-            still=round(now - self._alive, 1),
-            ended=self._left,
-        )
-        self._note(state)
-        return state
-
-    def _own_seconds(self, now: float) -> float:
-        """Seconds that this rank takes for an update of its own, in the last while; 0: unknown."""
-        (before, since), progress = self._counted, self._progress
-        if now - since >= self._window:
-            updates, waited = progress.updates - before.updates, progress.waited - before.waited
-            self._seconds = (now - since - waited) / updates if updates else 0.0
-            self._counted = replace(progress), now
-        return self._seconds
 
     @property
     def _window(self) -> float:
@@ -306,11 +239,6 @@ class Heartbeat:
 
     def _case(self, state: RankState) -> RankCase:
         now = time.monotonic()
-        exchanges = [
-            f"{f.number}: {f.what}, begun {now - f.begun:.1f} s ago"
-            + ("" if f.ended is None else f", ended after {f.ended - f.begun:.3f} s")
-            for f in EXCHANGES.exchanges
-        ]
         neighbours, computing = {}, []
         for rank, (said, since) in [*self._heard.items()]:
             if not said or now - since <= 2 * self.interval:
@@ -323,7 +251,7 @@ class Heartbeat:
         return RankCase(
             state=state,
             stacks=all_stacks(),
-            exchanges=exchanges,
+            exchanges=last_exchanges(now),
             unsent=unsent(),
             neighbours=neighbours,
             computing=tuple(computing),
@@ -347,7 +275,7 @@ class Heartbeat:
         states = [own, *(said[0] for said in heard if said is not None)]
         seconds = {state.rank: state.seconds for state in states if state.seconds > 0}
         if len(seconds) == self.world_size and not own.young:
-            for words in self._slow.look(seconds, self._progress.step):
+            for words in self._slow.look(seconds, own.step or 0):
                 sys.stderr.write(f"slipstream: {words}\n")
 
     def _watch_neighbour(self, now: float) -> None:
@@ -480,7 +408,7 @@ class Heartbeat:
 
     def _end_if_still(self) -> None:
         """End this process once its main thread is still, unless that ends itself."""
-        while time.monotonic() - self._alive < self.timeout * STILL:
+        while time.monotonic() - self._own.alive < self.timeout * STILL:
             if self._told.wait(self.interval) or self._closing.is_set():
                 return
         self._end_process(first=True)
@@ -506,8 +434,8 @@ class Heartbeat:
             silence = now - self._reached
             if silence < self.timeout * (STALE + STILL) / 2 or self._left or self._known.is_set():
                 continue
-            if now - self._alive < self.timeout * STALE:  # it trains all the same
-                self._look(now)
+            if now - self._own.alive < self.timeout * STALE:  # it trains all the same
+                self._own.state(now)
                 continue
             place = main_place()
             self._learn(

@@ -49,6 +49,7 @@ from slipstream.gradients.messages import (
 from slipstream.gradients.momentum import largest_values
 from slipstream.gradients.ready_order import Observer, ReadyOrder
 from slipstream.gradients.report_rows import exchange_rows
+from slipstream.gradients.sampling import SampledSegment
 from slipstream.gradients.segments import (
     BucketSlot,
     GradientLayout,
@@ -81,7 +82,7 @@ class _Backward:
     slots: Sequence[BucketSlot] = ()
     due: list[int] = field(default_factory=list)  # accumulations still to come, by parameter
     next_segment: int = 0
-    sampled: dict[int, str] = field(default_factory=dict)  # names by parameter, of a proof
+    sampled: SampledSegment | None = None  # for a proof
     stamps: list[Stamp | None] | None = None  # when each gradient was ready; None: not recorded
 
     def scale_for(self, bucket: Bucket) -> torch.Tensor:
@@ -204,7 +205,9 @@ class Engine(GradientEngine):
             self._open(backward, self._layout)
             backward.fills = self.overlap
             if self._sample is not None and not self._averaged:
-                backward.sampled = self._choose(self._sample, self._layout, scale)
+                backward.sampled = SampledSegment(
+                    self._sample, self._trainables, self._layout, self._plan, scale
+                )
         if buffers is not None:
             describe = partial(exchange_failed, self._at, "the broadcast of the buffers")
             args = {"bytes": self._buffers.num_bytes}
@@ -278,7 +281,8 @@ class Engine(GradientEngine):
         self.nonfinite = bool(self._found) and bool(torch.stack(self._found).any())
         if self._any_rank(self.overflowed or self.nonfinite):
             self.overflowed, self.nonfinite = not backward.looks, backward.looks
-        self._sample_averages(backward)
+        if backward.sampled is not None:
+            backward.sampled.averages(self._shards)
         self._unsettled = True
         if self._plan.momenta:
             self._averages = self._present_gradients()
@@ -475,8 +479,8 @@ class Engine(GradientEngine):
             return
         slot = backward.slots[index]
         bucket, segment = slot.bucket, slot.segment
-        if index in backward.sampled:
-            self._sample_own(backward, index)
+        if backward.sampled is not None and index in backward.sampled.names:
+            backward.sampled.own(index)
         bucket.fill(slot.index, backward.scale_fp16 if bucket.may_overflow else backward.scale)
         segment.missing -= 1
         if not segment.missing:
@@ -493,46 +497,8 @@ class Engine(GradientEngine):
                 raise gradient_taken(self._trainables[index].name)
             backward.observer.saw(index, parameter.grad)
 
-    # A proof: an average computed a second way.
-
     def sample(self, sample: AverageSample | None) -> None:
         self._sample = sample
-
-    def _choose(
-        self, sample: AverageSample, layout: GradientLayout, scale: float
-    ) -> dict[int, str]:
-        """Gradients of one segment whose average is exact, or rounded at most."""
-        segment = layout.segments[sample.seed % len(layout.segments)]
-        chosen: dict[int, str] = {}
-        narrow = False
-        for index, trainable in enumerate(self._trainables):
-            codec = self._plan.of(trainable.name, trainable.parameter)
-            if trainable.name not in segment.names or layout.order.sparse_dims[index]:
-                continue
-            if codec is None or codec.summed:
-                chosen[index] = trainable.name
-                narrow = narrow or codec is not None or trainable.parameter.itemsize < 4
-        sample.open([*chosen.values()], scale, narrow=narrow)
-        return {index: name for index, name in chosen.items() if name in sample.names}
-
-    def _sample_own(self, backward: _Backward, index: int) -> None:
-        gradient = self._trainables[index].parameter.grad
-        if self._sample is not None and gradient is not None:
-            self._sample.own(backward.sampled[index], gradient)
-
-    def _sample_averages(self, backward: _Backward) -> None:
-        sample, shards = self._sample, self._shards
-        for index, name in backward.sampled.items() if sample is not None else ():
-            assert sample is not None
-            parameter = self._trainables[index].parameter
-            if shards is None or parameter not in shards.names:
-                if parameter.grad is not None:
-                    sample.average(name, parameter.grad)
-            elif parameter in shards.gradients:
-                signs = sample.signs(name, parameter)
-                laid_out = [torch.empty_like(parameter, dtype=s.dtype).copy_(s) for s in signs]
-                own = torch.stack([shards.own(one).view(-1) for one in laid_out])
-                sample.average(name, shards.gradients[parameter], own)
 
     def _send(self, backward: _Backward, everything: bool = False) -> None:
         """Hand segments to the channel in order, as far as they are full (or all of them)."""
@@ -542,9 +508,10 @@ class Engine(GradientEngine):
             segment = segments[backward.next_segment]
             if segment.missing and not everything:
                 return
-            for index in backward.sampled:  # those that are not filled yet
-                if backward.slots[index].segment is segment:
-                    self._sample_own(backward, index)
+            sampled = backward.sampled
+            if sampled is not None and sampled.number == backward.next_segment:
+                for index in sampled.names:  # those that are not filled yet
+                    sampled.own(index)
             for bucket in segment.buckets:
                 bucket.complete(backward.scale_for(bucket))
                 if backward.looks:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 
-from slipstream.checks.heartbeat import Heartbeat, UpdateCount
+from slipstream.checks.heartbeat import Heartbeat
+from slipstream.checks.own_view import UpdateCount
 from slipstream.cluster.connect import Cluster
 from slipstream.errors import UsageError
 from slipstream.fusion.checks import useful_settings

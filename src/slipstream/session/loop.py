@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slipstream.checks.heartbeat import UpdateCount
+from slipstream.checks.own_view import UpdateCount
 from slipstream.codecs.compressor import any_infinite
 from slipstream.errors import UsageError
 from slipstream.gradients.shards import ShardedGradient

@@ -65,7 +65,7 @@ class Proof:
         self._dims, self._sharding, self._local = dims, sharding, local
         self._sample: AverageSample | None = None
         self._kept: dict[str, Digest] | None = None  # by parameter, of codecs, after an update
-        self._warned = False
+        self._warned: set[str] = set()
 
     def is_due(self, step: int) -> bool:
         """Whether the update after ``step`` updates is checked."""
@@ -93,7 +93,8 @@ class Proof:
             )
         self._sample = None
         if self.is_due(step) and self._dims.data is not None and not self._apart:
-            self._sample = AverageSample(step)
+            assert self._every is not None
+            self._sample = AverageSample((step + 1) // self._every)
         self._engine.sample(self._sample)
 
     def replay(self, loss: torch.Tensor, step: int) -> None:
@@ -162,23 +163,29 @@ class Proof:
         ranks = gather_objects(sample.result(), "the sketches of an average", self._dims.data)
         sharded = self._sharding.is_sharded
         wrong = wrong_average(ranks, in_parts=sharded, tolerance=sample.tolerance)
-        if wrong is None and not sharded and divided_again(ranks):
-            wrong = (
-                "the average was divided by the number of ranks once more between backward() and "
-                "step(): session.backward() leaves the average, not the sum"
-            )
         if wrong is not None:
-            raise ProofError(f"update {step}, {_some(sample.names)}: {self._by_rank(wrong)}")
+            segment = f"the segment of {sample.names[0]}"
+            raise ProofError(f"update {step}, {segment}: {self._by_rank(wrong)}")
+        if not sharded and divided_again(ranks):
+            self._warn_once(
+                f"update {step}: the gradients were divided by the number of ranks between "
+                "backward() and step(), but session.backward() leaves the average already, not "
+                "the sum; leave the division out, if it is that of a loop without averages"
+            )
         own = Counter(rank.own for rank in ranks if rank.norm)
-        if not self._warned and max(own.values(), default=1) > 1:
-            self._warned = True
-            same = [r for r, rank in enumerate(ranks) if own[rank.own] > 1]
-            warnings.warn(
+        if same := [r for r, rank in enumerate(ranks) if own[rank.own] > 1]:
+            self._warn_once(
                 f"update {step}: ranks {', '.join(map(str, same))} had the same gradients bit for "
                 "bit, so they train on the same data; shard it by session.data_rank and "
-                "session.data_size (a DistributedSampler)",
-                stacklevel=2,
+                "session.data_size (a DistributedSampler)"
             )
+
+    def _warn_once(self, text: str) -> None:
+        """Warn of what may be meant."""
+        kind = text.partition(": ")[2][:40]
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, stacklevel=2)
 
     def _by_rank(self, words: str) -> str:
         """Ranks of the world, where a rank of the data is none."""
@@ -294,7 +301,3 @@ class Proof:
 
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
-
-
-def _some(names: Sequence[str]) -> str:
-    return f"the segment of {names[0]}" if names else "a segment"

@@ -195,9 +195,10 @@ class Session(Generic[M, O]):
         self._must_be_open("forward_backward")
         pipeline = self._sharding.model.pipeline
         if pipeline is not None:
-            return self._loop.pipeline_backward(
-                pipeline, loss_fn, args, kwargs or {}, target, loss_scale=loss_scale
-            )
+            with self._loop.explaining():
+                return self._loop.pipeline_backward(
+                    pipeline, loss_fn, args, kwargs or {}, target, loss_scale=loss_scale
+                )
         loss = loss_fn(self.model(*args, **(kwargs or {})), target)
         self.backward(loss * loss_scale if loss_scale != 1.0 else loss, loss_scale=loss_scale)
         return loss.detach()
