@@ -86,6 +86,7 @@ def wrong_average(ranks: Sequence[Sketched], *, in_parts: bool, tolerance: float
     for rank, part in enumerate(own):
         if _near(found, expected - part, allowed):
             return f"the gradients of rank {rank} are missing in the average"
+    for rank, part in enumerate(own):
         if _near(found, part, allowed):
             return f"the average is the gradients of rank {rank} alone"
     if _near(found, expected / len(ranks), allowed):
