@@ -14,6 +14,7 @@ after forward has run beside it. No other ``len()`` is believed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any, NoReturn, Protocol, TypeGuard, runtime_checkable
 from weakref import ref
@@ -59,6 +60,7 @@ class UnevenInputLoader:
         recorder: gets a span for every wait for a batch.
         on_start: called when an epoch starts.
         reading: what such a span says of those who read.
+        explaining: turns an exchange that failed inside into an error that says why.
 
     Attributes:
         before_next: called whenever a batch is asked for; what it raises goes to who asks.
@@ -80,11 +82,12 @@ class UnevenInputLoader:
         recorder: Recorder | None = None,
         on_start: Callable[[], None] | None = None,
         reading: Callable[[], Mapping[str, int]] = dict,
+        explaining: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._followed = loader if isinstance(loader, UnevenInputLoader) else None
         self._loader, self._reading = loader, reading
         self._group = group if self._followed is None else None
-        self._recorder, self._on_start = recorder, on_start
+        self._recorder, self._on_start, self._explaining = recorder, on_start, explaining
         self._ranks = dist.get_world_size(group) if group is not None else 1
         self._passes = 0
         self._agreement: Agreement | None = None
@@ -168,6 +171,7 @@ class UnevenInputLoader:
         if self._agreement is not None:
             self._agreement.abandon()
         self._group = self._recorder = self._on_start = self._agreement = self.before_next = None
+        self._explaining = nullcontext
 
     def __len__(self) -> int:
         """Length of this rank's own loader; an epoch is as long as the longest one really is."""
@@ -244,7 +248,8 @@ class _Pass(Iterator[Any]):
             self._agreement = None
         if self._agreement is not None:
             loader._agreement = self._agreement
-            self._agreement.settle()
+            with loader._explaining():
+                self._agreement.settle()
         if self._following is _NOT_READ:
             self._following = self._read()
         has_one = self._following is not _END
@@ -299,7 +304,8 @@ class _Pass(Iterator[Any]):
             raise self._loader._broken
         left = 1 if self._length is None or self._error else self._length - self._given
         promise = max(left, 1) if has_one else 0
-        return self._agreement.next_step(promise, self._loader._group)
+        with self._loader._explaining():
+            return self._agreement.next_step(promise, self._loader._group)
 
     def _broken_promise(self) -> DataError:
         cause = "its dataset raises StopIteration, or its samples were changed in mid-epoch"

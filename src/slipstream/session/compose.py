@@ -108,11 +108,14 @@ def compose(
         progress = UpdateCount()
         name = None if control is None else broadcast_from_first(uuid4().hex, control)
         heartbeat = _heartbeat(strategy, cluster, name, progress, handles)
+        explaining = nullcontext if heartbeat is None else heartbeat.explaining
         # Before the rest, which records its spans with it.
         space = search_space(model, optimizer, strategy, cluster, control)
         recorder = _recorder(strategy, cluster, space)
         dims = ParallelDims.of(cluster, strategy.parallel, control, recorder)
-        given = Given(model, optimizer, strategy, cluster, dims, recorder, space, handles)
+        given = Given(
+            model, optimizer, strategy, cluster, dims, recorder, space, handles, explaining
+        )
         # Changes the shapes of parameters: before all that looks at them.
         whole = _model_parallel(given)
         # Before all that exchanges parameters while the optimizer steps: it works outside.
@@ -153,7 +156,7 @@ def compose(
         # After the tracer: where an epoch starts, an iteration begins.
         balance = install_balance(loader, strategy.data, cluster, dims, handles)
         session_loader = install_loader(
-            loader, balance, strategy.data, cluster, dims, recorder, tracer, handles
+            loader, balance, strategy.data, cluster, dims, recorder, tracer, handles, explaining
         )
         # After all that changes the model: what changes later is refused.
         members = Members(model, optimizer)
@@ -174,7 +177,7 @@ def compose(
             proof=_proof(given, exchange, local, name),
             on_nonfinite=strategy.checks.nonfinite,
             progress=progress,
-            explaining=nullcontext if heartbeat is None else heartbeat.explaining,
+            explaining=explaining,
         )
         loop.attach(step_hooks)
         if control is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from functools import partial
 
@@ -72,6 +72,8 @@ class Given:
     recorder: Recorder | None
     space: SearchSpace
     handles: HandleStack
+    explaining: Callable[[], AbstractContextManager[object]]
+    """Turns an exchange that failed inside into an error that says why."""
 
     @property
     def codec(self) -> CodecConfig | None:
@@ -164,7 +166,14 @@ def install_exchange(
     given.handles.callback(momentum.give_back)
     at = f"rank {given.cluster.rank}"
     sharding = UpdateSharding(
-        given.model, given.optimizer, whole, trainables, precision, given.dims, at
+        given.model,
+        given.optimizer,
+        whole,
+        trainables,
+        precision,
+        given.dims,
+        at,
+        given.explaining,
     )
     names = [t.name for t in trainables]
     if not averages:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -71,6 +72,7 @@ def install_loader(
     recorder: Recorder | None,
     tracer: Tracer,
     handles: HandleStack,
+    explaining: Callable[[], AbstractContextManager[object]],
 ) -> UnevenInputLoader | None:
     """Install what the session iterates over: each technique reads from the one before it.
     Collective.
@@ -84,7 +86,9 @@ def install_loader(
     try:
         if loader is not None:
             _check_has_batches(loader)
-            made = _installed(loader, balance, data, cluster, dims, recorder, tracer, handles)
+            made = _installed(
+                loader, balance, data, cluster, dims, recorder, tracer, handles, explaining
+            )
     except Exception as raised:  # which other ranks would wait for
         error = raised
     if dims.control is not None:
@@ -103,6 +107,7 @@ def _installed(
     recorder: Recorder | None,
     tracer: Tracer,
     handles: HandleStack,
+    explaining: Callable[[], AbstractContextManager[object]],
 ) -> UnevenInputLoader:
     # First, as it says what a batch is.
     loader = loader if balance is None else balance.loader
@@ -127,6 +132,7 @@ def _installed(
         recorder=recorder,
         on_start=tracer.iteration_begins,
         reading=reading,
+        explaining=explaining,
     )
     handles.callback(session_loader.detach)
     return session_loader

@@ -289,7 +289,8 @@ class Session(Generic[M, O]):
         """
         self._must_be_open("state_dict")
         self._must_not_lose_gradients("state_dict")
-        return self._state.state(self._loop.steps)
+        with self._loop.explaining():
+            return self._state.state(self._loop.steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict()``; every rank loads the same state, on any number of ranks.
@@ -304,8 +305,9 @@ class Session(Generic[M, O]):
         """
         self._must_be_open("load_state_dict")
         self._must_have_no_gradients("load_state_dict")
-        self._state.check(state)
-        self._load(state)
+        with self._loop.explaining():
+            self._state.check(state)
+            self._load(state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._loop.steps = self._state.load(state)
@@ -342,6 +344,10 @@ class Session(Generic[M, O]):
         wanted = checked(parts)
         if "session" in wanted:  # before the rest is gathered
             self._must_not_lose_gradients("checkpoint")
+        with self._loop.explaining():
+            return self._gathered(wanted, sharded)
+
+    def _gathered(self, wanted: tuple[Part, ...], sharded: bool) -> dict[str, Any]:
         whole, state = self._sharding.model, dict[str, Any]()
         if "model" in wanted:
             state["model"] = whole.full_state_dict()
@@ -352,7 +358,7 @@ class Session(Generic[M, O]):
                 else whole.full_optimizer_state_dict()
             )
         if "session" in wanted:
-            state["session"] = self.state_dict()
+            state["session"] = self._state.state(self._loop.steps)
         if sharded and self.rank:
             state = {part: value for part, value in state.items() if part == "optimizer"}
         return state
@@ -377,7 +383,8 @@ class Session(Generic[M, O]):
         self._must_be_open("restore")
         if self._loop.local is not None:
             self._loop.local.check_restore()
-        self._restore(joined(state))
+        with self._loop.explaining():
+            self._restore(joined(state))
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self._must_have_no_gradients("restore")
@@ -420,7 +427,8 @@ class Session(Generic[M, O]):
             UsageError: the session is closed.
         """
         self._must_be_open("evaluate")
-        return self._sharding.model.evaluate(args, kwargs)
+        with self._loop.explaining():
+            return self._sharding.model.evaluate(args, kwargs)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

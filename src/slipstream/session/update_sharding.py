@@ -9,7 +9,8 @@ flight, and the optimizer is not inside a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -64,6 +65,7 @@ class UpdateSharding:
         precision: keeps fp32 copies of half weights.
         dims: the ranks.
         at: names this rank in an error.
+        explaining: turns an exchange that failed inside into an error that says why.
 
     Attributes:
         model: verbs of the model as it is updated now.
@@ -80,8 +82,9 @@ class UpdateSharding:
         precision: ModelPrecision,
         dims: ParallelDims,
         at: str,
+        explaining: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        self._at = at
+        self._at, self._explaining = at, explaining
         self._module, self._optimizer, self._whole = model, optimizer, whole
         self._trainables, self._precision, self._dims = trainables, precision, dims
         self._config: ShardedConfig | None = None
@@ -135,7 +138,9 @@ class UpdateSharding:
             self._optimizer,
             shards=shards,
             transport=transport,
-            gather=ParameterGather(shards, transport, gather or config.gather, self._at),
+            gather=ParameterGather(
+                shards, transport, gather or config.gather, self._at, self._explaining
+            ),
             order=partial(_forward_order, self._trainables, engine),
             meet=partial(meet, group=control),
             half_weights=self._precision.masters,

@@ -12,8 +12,9 @@ step on this rank's shard has counted already.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
@@ -51,7 +52,7 @@ class _Segment:
     waits: Iterator[Work] | None = None
     """The works that nobody has waited for: one that was interrupted is not waited for twice."""
     pending: bool = False
-    failure: RuntimeError | None = None
+    failure: ExchangeError | None = None
 
 
 @dataclass(slots=True)
@@ -63,6 +64,7 @@ class ParameterGather:
         transport: used by nobody else between ``start`` and ``finish``.
         split: which parameters travel together.
         at: names this rank in an error.
+        explaining: turns an exchange that failed inside into an error that says why.
 
     Exactness: bitwise.
     """
@@ -71,6 +73,7 @@ class ParameterGather:
     transport: Transport
     split: SplitConfig
     at: str
+    explaining: Callable[[], AbstractContextManager[object]] = nullcontext
     _segments: Sequence[_Segment] = ()
     _order: tuple[str, ...] = ()
     _sender: ThreadPoolExecutor = field(init=False)
@@ -157,16 +160,16 @@ class ParameterGather:
         """
         if not segment.pending:
             return
+        if segment.failure is not None:
+            raise segment.failure
         try:
-            if segment.failure is not None:
-                raise segment.failure
             if segment.waits is None:
                 segment.waits = iter(segment.works.result())
             for work in segment.waits:
                 work.wait()
         except RuntimeError as error:
-            segment.failure = error
-            raise self._failed(segment, error) from error
+            segment.failure = self._failed(segment, error)
+            raise segment.failure from error
         for values, arrived in segment.copies:
             values[...] = arrived
         segment.pending = False
@@ -182,7 +185,11 @@ class ParameterGather:
 
     def _failed(self, segment: _Segment, error: RuntimeError) -> ExchangeError:
         text = exchange_failed(self.at, "the gathering of updated parameters", segment.names)
-        return ExchangeError(f"{text}: {error}")
+        try:
+            with self.explaining():
+                raise ExchangeError(f"{text}: {error}") from error
+        except ExchangeError as explained:
+            return explained
 
 
 def _find_memory(segment: _Segment) -> None:
