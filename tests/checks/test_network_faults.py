@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from slipstream.testbed import Testbed, unavailable
+from slipstream.testbed.network import shape
 
 TIMEOUT, CUT = 8.0, 2
 """Of the run, and the host whose link is cut."""
@@ -24,7 +25,9 @@ def bed() -> Iterator[Testbed]:
         yield bed
 
 
-def start(bed: Testbed, folder: Path) -> list[subprocess.Popen[str]]:
+def start(
+    bed: Testbed, folder: Path, env: Mapping[str, str] | None = None
+) -> list[subprocess.Popen[str]]:
     """A rank on each host; returns once all of them train."""
     script = str(Path(__file__).parent / "on_hosts.py")
     ranks = []
@@ -36,6 +39,7 @@ def start(bed: Testbed, folder: Path) -> list[subprocess.Popen[str]]:
             "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": bed.nodes[0].address,
             "MASTER_PORT": "29500",
+            **(env or {}),
         }
         argv = [sys.executable, script, str(folder), str(TIMEOUT)]
         pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -45,6 +49,8 @@ def start(bed: Testbed, folder: Path) -> list[subprocess.Popen[str]]:
 
 
 def wait_until_all_train(ranks: list[subprocess.Popen[str]], folder: Path) -> None:
+    for path in folder.glob("trains*"):
+        path.unlink()
     while not all((folder / f"trains{rank}").exists() for rank in range(len(ranks))):
         assert all(rank.poll() is None for rank in ranks), ranks[0].communicate()[0]
         time.sleep(0.05)
@@ -78,10 +84,46 @@ def test_a_link_that_comes_back_harms_nobody(bed, tmp_path):
         link(bed, "up")
         time.sleep(1.0)
     time.sleep(TIMEOUT)
-    for path in tmp_path.glob("trains*"):
-        path.unlink()
+    all_train_on(ranks, tmp_path)
+
+
+def test_a_link_with_a_hundredth_of_its_rate_harms_nobody(bed, tmp_path):
+    ranks = start(bed, tmp_path)
+    for node in bed.nodes:
+        argv = ["tc", *shape(node.interface, 10_000_000).replace(" add ", " change ").split()]
+        assert bed.popen(node, argv).wait() == 0
+    time.sleep(2 * TIMEOUT)
+    all_train_on(ranks, tmp_path)
+
+
+STORE = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore(sys.argv[1], 29500, is_master=True, wait_for_workers=False)
+print("listens", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_ranks_whose_store_is_gone_train_on_and_say_so_when_they_fail(bed, tmp_path):
+    first, pipe = bed.nodes[0], {"stdout": subprocess.PIPE, "text": True}
+    store = bed.popen(first, [sys.executable, "-c", STORE, first.address], **pipe)
+    assert "listens" in store.stdout.readline()
+    ranks = start(bed, tmp_path, {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    store.stdout.close()
+    store.kill()
+    time.sleep(2 * TIMEOUT)
     wait_until_all_train(ranks, tmp_path)
-    assert not [*tmp_path.glob("autopsy*/autopsy.json")]
+    ranks[CUT].kill()
+    for rank, said in enumerate(rank.communicate(timeout=120)[0] for rank in ranks):
+        assert rank == CUT or "the run's store is gone, too" in said, said
+    assert all(rank.returncode for rank in ranks)
+
+
+def all_train_on(ranks: list[subprocess.Popen[str]], folder: Path) -> None:
+    """Nobody has raised an alarm; ends them."""
+    wait_until_all_train(ranks, folder)
+    assert not [*folder.glob("autopsy*/autopsy.json")]
     for rank in ranks:
         rank.kill()
         rank.communicate()
