@@ -142,13 +142,8 @@ def test_the_others_end_and_name_the_rank(three, tmp_path, fault):
     autopsy = Autopsy.read(tmp_path)
     assert autopsy.blamed == (BAD,)
     assert words in autopsy.verdict
-    last_word = fault not in (
-        "stop",
-        "kill",
-        "end",
-        "other length",
-    )  # else it is of some time before
-    assert autopsy.cases[BAD].state.step >= AT or not last_word
+    if fault not in ("stop", "kill", "end", "other length"):  # else its word is of some time before
+        assert autopsy.cases[BAD].state.step >= AT
 
 
 # What is no hang.

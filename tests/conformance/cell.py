@@ -180,7 +180,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _line(error: BaseException) -> str:
     words = " ".join(str(error).split()).replace(f"(host {gethostname()})", "(host a)")
-    return words[:300]
+    return words.partition(" (slipstream autopsy")[0][:300]  # which names a folder of this machine
 
 
 @contextlib.contextmanager

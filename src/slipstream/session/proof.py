@@ -168,21 +168,22 @@ class Proof:
             raise ProofError(f"update {step}, {segment}: {self._by_rank(wrong)}")
         if not sharded and divided_again(ranks):
             self._warn_once(
+                "division",
                 f"update {step}: the gradients were divided by the number of ranks between "
                 "backward() and step(), but session.backward() leaves the average already, not "
-                "the sum; leave the division out, if it is that of a loop without averages"
+                "the sum; leave the division out, if it is that of a loop without averages",
             )
         own = Counter(rank.own for rank in ranks if rank.norm)
         if same := [r for r, rank in enumerate(ranks) if own[rank.own] > 1]:
             self._warn_once(
+                "same data",
                 f"update {step}: ranks {', '.join(map(str, same))} had the same gradients bit for "
                 "bit, so they train on the same data; shard it by session.data_rank and "
-                "session.data_size (a DistributedSampler)"
+                "session.data_size (a DistributedSampler)",
             )
 
-    def _warn_once(self, text: str) -> None:
+    def _warn_once(self, kind: str, text: str) -> None:
         """Warn of what may be meant."""
-        kind = text.partition(": ")[2][:40]
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(text, stacklevel=2)
