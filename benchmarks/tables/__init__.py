@@ -18,6 +18,7 @@ TABLES: Mapping[str, Callable[[Entry], Result]] = {
     "convergence": training.convergence,
     "exchange": exchanges.exchange,
     "fusion": computing.fusion,
+    "kills": training.kills,
     "large_batch": training.large_batch,
     "loading": training.loading,
     "local": training.local,

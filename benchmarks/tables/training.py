@@ -146,6 +146,18 @@ def checks(entry: Entry) -> Result:
     return one_table(entry, "Checks", words, columns, rows)
 
 
+def kills(entry: Entry) -> Result:
+    """Trainings that were killed, and ended as if nobody had."""
+    words = (
+        f"One of {entry['ranks']} ranks gets SIGKILL at a random moment, and both start anew from "
+        "the newest checkpoint that is whole. Equal: every loss of every life, and the parameters "
+        "at the end, are those of an undisturbed run, bit for bit."
+    )
+    rows = [(r["setting"], r["kills"], r["torn"], "all") for r in entry["rows"]]
+    columns = ("training", "kills", "while a checkpoint was being written", "equal")
+    return one_table(entry, "Kills", words, columns, rows)
+
+
 def _allowed(entry: Entry) -> str:
     return "0.5 points below" if entry["task"] == "digits" else "2 % above"
 

@@ -1,17 +1,12 @@
-"""Trainings that are killed at random moments, and go on from the newest checkpoint that is whole.
-
-python -m tests.checkpoint.kills 100            # kills of each setting
-python -m tests.checkpoint.kills 20 balanced    # of those with this word in their names
-"""
+"""Trainings that are killed at random moments, and go on from the newest whole checkpoint."""
 
 from __future__ import annotations
 
 import os
 import random
 import signal
-import sys
 import tempfile
-import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from threading import Timer
@@ -20,10 +15,9 @@ import torch
 from torch import Tensor
 
 from slipstream.checkpoint.folder import Folder, updates_of
-from tests.checkpoint.training import SETTINGS, Curve, train
+from tests.checkpoint.training import Curve, train
 from tests.harness.ranks import RankFailure, Ranks
 
-KILLED = ("codec, sharded, accumulation, loss scale", "local", "balanced data")
 LATEST = 0.4
 """Seconds at most from the beginning of an update to the kill: into the next updates, or into the
 writing of a checkpoint, which happens after each."""
@@ -44,8 +38,12 @@ def life(name: str, folder: str, killed: int | None, after: int, delay: float) -
     return train(name, folder, begins=begins)
 
 
-def survive(ranks: Ranks, name: str, kills: int, seed: int) -> tuple[int, int]:
+def survive(
+    ranks: Ranks, name: str, kills: int, seed: int, struck: Callable[[], object] = lambda: None
+) -> tuple[int, int]:
     """Kill until so many have hit; the kills, and those that left a checkpoint unfinished.
+
+    ``struck`` is called after each.
 
     Every loss that any life has computed must be that of a run that nobody disturbed, and so must
     the parameters at the end.
@@ -64,6 +62,7 @@ def survive(ranks: Ranks, name: str, kills: int, seed: int) -> tuple[int, int]:
                     found = ranks.run(life, name, folder, victim, *moment)
                     continue
                 hit += 1
+                struck()
                 unfinished += newest(folder) < max(curve(folder, 0), default=0)
             for one, other in zip(found, expected, strict=True):
                 assert torch.equal(one, other), f"{name}: other parameters after {hit} kills"
@@ -80,15 +79,3 @@ def newest(folder: str) -> int:
 def curve(folder: str, rank: int) -> dict[int, set[str]]:
     """Losses of a rank, by update."""
     return Curve(Path(folder) / f"curve-{rank}").read()
-
-
-if __name__ == "__main__":
-    words = sys.argv[2:] or KILLED
-    with Ranks(2) as two:
-        for setting in (name for name in SETTINGS if any(word in name for word in words)):
-            begun = time.monotonic()
-            hits, torn = survive(two, setting, int(sys.argv[1]), seed=0)
-            seconds = time.monotonic() - begun
-            print(f"{setting}: {hits} kills, {torn} while a checkpoint was being written; every "
-                  f"loss and the parameters are those of an undisturbed run; {seconds:.0f} s",
-                  flush=True)  # fmt: skip
