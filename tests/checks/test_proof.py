@@ -215,8 +215,9 @@ def sampled(split: str) -> set[str]:
     with opened({"gradients": {"split": split}, "checks": {"every": EVERY}}) as session:
 
         def note() -> None:
-            sample = session._loop.engine._sample
-            found.update(sample.names if sample is not None else ())
+            samples = session._loop.engine._samples
+            for sample in samples.buckets if samples is not None else ():
+                found.update(sample.names)
 
         updates(session, 0, 8 * EVERY, note)
     return found
