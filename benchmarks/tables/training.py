@@ -146,6 +146,36 @@ def checks(entry: Entry) -> Result:
     return one_table(entry, "Checks", words, columns, rows)
 
 
+def wrong_updates(entry: Entry) -> Result:
+    """Faults that raise no error by themselves."""
+    words = (
+        f"A check each {entry['every']} updates; a fault at a random place, rank and update in "
+        "each run, the transports by turns. Found: on all ranks, within two checks. Named: the "
+        "right rank, and the right segment, tensor or setting. Updates: from the fault until then."
+    )
+    rows = [
+        (
+            *(r["fault"], r["model"], ", ".join(r["transports"]), r["runs"], r["found"]),
+            *(r["named"], f"{r['median']:g}", r["most"]),
+        )
+        for r in entry["rows"]
+    ]
+    columns = (
+        "fault", "model", "transports", "runs", "found", "named right", "updates, median", "most",
+    )  # fmt: skip
+    quiet = [
+        (r["model"], r["transport"], r["codec"] or "none", r["updates"], 0, r["warnings"])
+        for r in entry["quiet"]
+    ]
+    parts: list[str | Table] = [
+        measured_with(entry, words),
+        Table(columns, rows),
+        f"Without a fault, a check each {entry['alarms_every']} updates:",
+        Table(("model", "transport", "codec", "updates", "alarms", "warnings"), quiet),
+    ]
+    return Result(f"Wrong updates, {entry['date']}", parts)
+
+
 def _allowed(entry: Entry) -> str:
     return "0.5 points below" if entry["task"] == "digits" else "2 % above"
 
