@@ -43,7 +43,6 @@ SIZES = "--kilobytes 256 1024 4096 16384 65536"
 ALONE = (
     "loading", "balance", "large_batch", "soak", "tuner", "overhead", "times", "operators",
     "tensor_parallel", "bubbles", "offload", "unequal", "checks",
-    "wrong_updates",
 )  # fmt: skip
 """Modules whose one result has their name."""
 
@@ -156,6 +155,8 @@ def commands() -> Iterator[tuple[str, str]]:
         for fault in ("kill -9", "exception", "exit(0)", "exit(3)"):
             name = re.sub(r"\W+", "-", fault).strip("-")
             yield f"blame-{named}-{name}", f"blame --places '{place}' --faults '{fault}'"
+    for part in ("exchanges", "residual", "ranks", "none"):
+        yield f"wrong-updates-{part}", f"wrong_updates {part}"
     yield "tuner-codecs", "tuner --allow-lossy --rate 300mbit"
     yield "recompute-bert-large", "recompute batch"
     for model in ("bert", "gpt2", "swin"):

@@ -1,6 +1,6 @@
 """Updates that go wrong without an error: found within two checks, and named?
 
-    python -m benchmarks.wrong_updates --runs 20 --json benchmarks/results/wrong-updates.json
+    python -m benchmarks.wrong_updates exchanges --runs 20 --json wrong-updates-exchanges.json
 
 Two models train on three ranks, or on four of two emulated hosts. After some updates a fault is
 seeded at a random place: another rank, tensor, value and bit in each run, another transport by
@@ -32,7 +32,7 @@ from transformers import (
 
 import slipstream
 from benchmarks.record import finish
-from tests.checks.seeded import ALIKE_UNDER_SHARDED, EVERY, FAULTS, Made, judged, seeded
+from tests.checks.seeded import ALIKE_UNDER_SHARDED, EVERY, FAULTS, Made, is_found, outcomes
 from tests.harness.ranks import Ranks
 
 SPLIT = {"kind": "by_bytes", "megabytes": 0.02, "first_megabytes": 0.02, "last_megabytes": 0.02}
@@ -43,6 +43,21 @@ FEEDING_BACK: tuple[dict[str, Any], ...] = (
     {"kind": "onebit", "start_step": 0},
     {"kind": "powersgd", "rank": 1, "start_step": 0},
 )
+PARTS = {
+    "exchanges": (
+        "segment lost once: own gradients", "segment lost from then on: own gradients",
+        "segment lost from then on: zeros sent", "rank skipped in its host",
+        "average divided twice", "average divided by the script",
+    ),
+    "residual": ("residual lost",),
+    "ranks": (
+        "stale buffer", "drifted statistics", "another learning rate", "same data",
+        "optimizer stepped twice", "moments lost", "sign flipped", "exponent flipped",
+        "mantissa flipped", "parameter replaced", "parameter added",
+    ),
+    "none": (),
+}  # fmt: skip
+"""Faults by their result; without a fault there must be no alarm."""
 WORDS, LENGTH = 64, 16
 ALARMS_EVERY = 10
 
@@ -133,14 +148,14 @@ def measured(ranks: Ranks, fault: str, model: str, runs: int, console: Console) 
     updates: list[int] = []
     for run in track(range(runs), f"{fault}, {model}", console=console, transient=True):
         gradients, _ = gradients_of(fault, run)
-        outcomes = ranks.run(seeded, MODELS[model], fault, run, gradients)
-        is_found, is_named, after = judged(fault, outcomes)
-        found, named = found + is_found, named + (is_found and is_named)
-        if is_found:
-            updates.append(after)
-        if not (is_found and is_named):
+        ended = outcomes(ranks, MODELS[model], fault, run, gradients)
+        seen = all(is_found(fault, outcome) for outcome in ended)
+        right = seen and all(outcome.named for outcome in ended)
+        found, named = found + seen, named + right
+        updates += [max(outcome.updates for outcome in ended)] * seen
+        if not right:
             console.print(f"{fault}, {model}, run {run}, {gradients}", style="red")
-            for outcome in outcomes:
+            for outcome in ended:
                 console.print(f"{outcome.kind}: {outcome.said}", markup=False, highlight=False)
     middle, most = (median(updates), max(updates)) if updates else (0, 0)
     return Row(fault, model, gradients_of(fault, 0)[1], runs, found, named, middle, most)
@@ -184,9 +199,10 @@ def quiet_runs(ranks: Ranks, model: str, updates: int, console: Console) -> list
 def main() -> int:
     """Seed every fault in every model."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("part", choices=list(PARTS))
+    parser.add_argument("--runs", type=int, default=20, help="of each fault in each model")
     parser.add_argument("--updates", type=int, default=1000, help="of each run without a fault")
-    parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS))
+    parser.add_argument("--faults", nargs="+", choices=list(FAULTS), help="of the part; all")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
@@ -197,17 +213,17 @@ def main() -> int:
                 four if fault == "rank skipped in its host" else three,
                 *(fault, model, args.runs, console),
             )
-            for fault in args.faults
+            for fault in args.faults or PARTS[args.part]
             for model in args.models
         ]
         quiet = [
             run
-            for model in (args.models if args.updates else ())
+            for model in (args.models if args.part == "none" else ())
             for run in quiet_runs(three, model, args.updates, console)
         ]
     entry = {
-        "every": EVERY,
-        "alarms_every": ALARMS_EVERY,
+        "part": args.part,
+        "every": ALARMS_EVERY if args.part == "none" else EVERY,
         "rows": [asdict(row) for row in rows],
         "quiet": quiet,
     }

@@ -147,7 +147,16 @@ def checks(entry: Entry) -> Result:
 
 
 def wrong_updates(entry: Entry) -> Result:
-    """Faults that raise no error by themselves."""
+    """Faults that raise no error by themselves, or none at all."""
+    title = f"Wrong updates, {entry['part']}"
+    if entry["part"] == "none":
+        words = f"Trainings without a fault, a check each {entry['every']} updates."
+        quiet = [
+            (r["model"], r["transport"], r["codec"] or "none", r["updates"], 0, r["warnings"])
+            for r in entry["quiet"]
+        ]
+        columns = ("model", "transport", "codec", "updates", "alarms", "warnings")
+        return one_table(entry, title, words, columns, quiet)
     words = (
         f"A check each {entry['every']} updates; a fault at a random place, rank and update in "
         "each run, the transports by turns. Found: on all ranks, within two checks. Named: the "
@@ -160,20 +169,10 @@ def wrong_updates(entry: Entry) -> Result:
         )
         for r in entry["rows"]
     ]
-    columns = (
+    headings = (
         "fault", "model", "transports", "runs", "found", "named right", "updates, median", "most",
     )  # fmt: skip
-    quiet = [
-        (r["model"], r["transport"], r["codec"] or "none", r["updates"], 0, r["warnings"])
-        for r in entry["quiet"]
-    ]
-    parts: list[str | Table] = [
-        measured_with(entry, words),
-        Table(columns, rows),
-        f"Without a fault, a check each {entry['alarms_every']} updates:",
-        Table(("model", "transport", "codec", "updates", "alarms", "warnings"), quiet),
-    ]
-    return Result(f"Wrong updates, {entry['date']}", parts)
+    return one_table(entry, title, words, headings, rows)
 
 
 def _allowed(entry: Entry) -> str:

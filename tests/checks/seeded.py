@@ -23,6 +23,7 @@ import slipstream
 from slipstream.errors import ProofError, SlipstreamError, UsageError
 from slipstream.gradients.buckets import Bucket
 from slipstream.transport.host_shares import HostSum
+from tests.harness.ranks import RankFailure, Ranks
 from tests.transport.emulated_hosts import on_hosts
 
 EVERY = 4
@@ -347,7 +348,7 @@ REFUSED = ("parameter replaced", "parameter added")
 WARNED = ("average divided by the script", "same data")
 """As they may be meant."""
 ON_ONE_RANK = ("residual lost",)
-"""Found by the bad rank; the others end because it has ended."""
+"""Found by the bad rank; the heartbeat ends the others, as it has ended."""
 ALIKE_UNDER_SHARDED = (
     "segment lost once: own gradients", "segment lost from then on: own gradients",
     "average divided by the script", "sign flipped", "exponent flipped", "mantissa flipped",
@@ -383,9 +384,7 @@ def seeded(make: Callable[[], Made], fault: str, run: int, gradients: dict[str, 
     with tempfile.TemporaryDirectory() as folder, ExitStack() as undo, on:
         caught = undo.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
-        checks: dict[str, object] = {"every": EVERY, "folder": folder}
-        if fault in ON_ONE_RANK:  # else the heartbeat ends the processes of the others
-            checks["timeout"] = None
+        checks = {"every": EVERY, "folder": folder}
         try:
             with slipstream.accelerate(
                 model, optimizer, strategy={"gradients": gradients, "checks": checks}
@@ -406,8 +405,29 @@ def seeded(make: Callable[[], Made], fault: str, run: int, gradients: dict[str, 
             done = 0 if training is None else training.updates + 1 - updates
             right = UsageError if fault in REFUSED else ProofError
             named_right = isinstance(error, right) and bool(re.search(wanted, str(error)))
-            return Outcome(type(error).__name__, str(error), named_right, done)
+            outcome = Outcome(type(error).__name__, str(error), named_right, done)
+            if fault in ON_ONE_RANK:
+                raise Ended(outcome) from error
+            return outcome
     return Outcome("", "", False, 0)
+
+
+class Ended(Exception):
+    """An outcome of a rank whose peers end without one."""
+
+
+def outcomes(
+    ranks: Ranks, make: Callable[[], Made], fault: str, run: int, gradients: dict[str, Any]
+) -> list[Outcome]:
+    """Of all ranks; where one has ended alone, the heartbeat ends the processes of the others."""
+    try:
+        return ranks.run(seeded, make, fault, run, gradients)
+    except RankFailure as failure:
+        errors = failure.errors.values()
+        found = [error.args[0] for error in errors if isinstance(error, Ended)]
+        if fault not in ON_ONE_RANK or len(found) != 1 or len(errors) != ranks.size:
+            raise
+        return found
 
 
 def is_found(fault: str, outcome: Outcome) -> bool:
@@ -415,13 +435,3 @@ def is_found(fault: str, outcome: Outcome) -> bool:
     if fault in WARNED:
         return outcome.kind == "warning"
     return outcome.kind == ("UsageError" if fault in REFUSED else "ProofError")
-
-
-def judged(fault: str, outcomes: list[Outcome]) -> tuple[bool, bool, int]:
-    """Whether a run was found, and named right on all ranks that can; updates until then."""
-    if fault in ON_ONE_RANK:
-        found = [outcome for outcome in outcomes if is_found(fault, outcome)]
-        others = all(outcome.kind for outcome in outcomes)
-        return bool(found) and others, any(o.named for o in found), max(o.updates for o in outcomes)
-    found_by_all = all(is_found(fault, outcome) for outcome in outcomes)
-    return found_by_all, all(o.named for o in outcomes), max(o.updates for o in outcomes)
