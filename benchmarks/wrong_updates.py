@@ -32,7 +32,7 @@ from transformers import (
 
 import slipstream
 from benchmarks.record import finish
-from tests.checks.seeded import ALIKE_UNDER_SHARDED, EVERY, FAULTS, Made, is_found, outcomes
+from tests.checks.seeded import ALIKE_UNDER_SHARDED, EVERY, FAULTS, Made, is_found, seeded
 from tests.harness.ranks import Ranks
 
 SPLIT = {"kind": "by_bytes", "megabytes": 0.02, "first_megabytes": 0.02, "last_megabytes": 0.02}
@@ -148,7 +148,7 @@ def measured(ranks: Ranks, fault: str, model: str, runs: int, console: Console) 
     updates: list[int] = []
     for run in track(range(runs), f"{fault}, {model}", console=console, transient=True):
         gradients, _ = gradients_of(fault, run)
-        ended = outcomes(ranks, MODELS[model], fault, run, gradients)
+        ended = ranks.run(seeded, MODELS[model], fault, run, gradients)
         seen = all(is_found(fault, outcome) for outcome in ended)
         right = seen and all(outcome.named for outcome in ended)
         found, named = found + seen, named + right

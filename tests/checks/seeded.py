@@ -23,7 +23,6 @@ import slipstream
 from slipstream.errors import ProofError, SlipstreamError, UsageError
 from slipstream.gradients.buckets import Bucket
 from slipstream.transport.host_shares import HostSum
-from tests.harness.ranks import RankFailure, Ranks
 from tests.transport.emulated_hosts import on_hosts
 
 EVERY = 4
@@ -347,8 +346,6 @@ REFUSED = ("parameter replaced", "parameter added")
 """By any session."""
 WARNED = ("average divided by the script", "same data")
 """As they may be meant."""
-ON_ONE_RANK = ("residual lost",)
-"""Found by the bad rank; the heartbeat ends the others, as it has ended."""
 ALIKE_UNDER_SHARDED = (
     "segment lost once: own gradients", "segment lost from then on: own gradients",
     "average divided by the script", "sign flipped", "exponent flipped", "mantissa flipped",
@@ -405,29 +402,8 @@ def seeded(make: Callable[[], Made], fault: str, run: int, gradients: dict[str, 
             done = 0 if training is None else training.updates + 1 - updates
             right = UsageError if fault in REFUSED else ProofError
             named_right = isinstance(error, right) and bool(re.search(wanted, str(error)))
-            outcome = Outcome(type(error).__name__, str(error), named_right, done)
-            if fault in ON_ONE_RANK:
-                raise Ended(outcome) from error
-            return outcome
+            return Outcome(type(error).__name__, str(error), named_right, done)
     return Outcome("", "", False, 0)
-
-
-class Ended(Exception):
-    """An outcome of a rank whose peers end without one."""
-
-
-def outcomes(
-    ranks: Ranks, make: Callable[[], Made], fault: str, run: int, gradients: dict[str, Any]
-) -> list[Outcome]:
-    """Of all ranks; where one has ended alone, the heartbeat ends the processes of the others."""
-    try:
-        return ranks.run(seeded, make, fault, run, gradients)
-    except RankFailure as failure:
-        errors = failure.errors.values()
-        found = [error.args[0] for error in errors if isinstance(error, Ended)]
-        if fault not in ON_ONE_RANK or len(found) != 1 or len(errors) != ranks.size:
-            raise
-        return found
 
 
 def is_found(fault: str, outcome: Outcome) -> bool:

@@ -10,7 +10,7 @@ of them had other parameters is the cause then.
 
 What codecs keep on a rank must be there unchanged when the next exchange begins. It leaves no trace
 if it is not, so after each update, not only after those that are checked, some values of it are
-kept until then.
+kept until then. Other ranks learn of it at the next check, so that all of them end alike.
 
 Ranks that train on their own make different numbers of updates, and nobody must wait: they write
 the digests of what they share after a meeting into the store of the run, and look at those of
@@ -72,6 +72,7 @@ class Proof:
         self._dims, self._sharding, self._local = dims, sharding, local
         self._samples: AverageSamples | None = None
         self._kept: CodecSample | None = None  # after an update
+        self._lost: tuple[int, str] | None = None  # after how many updates, and of which segment
         self._inputs: object = None  # of the last forward
         self._same_inputs: Digest | None = None  # of one that is checked
         self.close = attach(model.register_forward_pre_hook, self._forward_begins, with_kwargs=True)
@@ -88,20 +89,11 @@ class Proof:
     # In the order of an update.
 
     def begin(self, step: int) -> None:
-        """A backward pass that ends in an exchange begins.
-
-        Raises:
-            ProofError: what a codec keeps has changed since the last update.
-        """
+        """A backward pass that ends in an exchange begins."""
         kept, self._kept = self._kept, None
         inputs, self._inputs = tensors(self._inputs), None
         if kept is not None and (changed := _changed(kept, self._engine.codec_sample())):
-            rank = self._dims.data_ranks[self._dims.data_rank]
-            raise ProofError(
-                f"update {step + 1}: what the codec keeps on rank {rank} of the segment of "
-                f"{changed} (its residual) was lost or changed since the last update; leave the "
-                "codec's state to the session, and load it by session.restore() alone"
-            )
+            self._lost = self._lost or (step, changed)
         self._samples = None
         if self.is_due(step) and self._dims.data is not None and not self._apart:
             assert self._every is not None
@@ -180,12 +172,19 @@ class Proof:
     def _check_average(self, step: int) -> None:
         samples, self._samples = self._samples, None
         self._engine.sample(None)
-        if samples is None or not samples.buckets:
+        if samples is None:
             return
         assert self._dims.data is not None
-        own = [sample.result() for sample in samples.buckets], self._same_inputs
+        own = [sample.result() for sample in samples.buckets], self._same_inputs, self._lost
         gathered = gather_objects(own, "the sketches of averages", self._dims.data)
-        everyone, inputs = zip(*gathered, strict=True)
+        everyone, inputs, lost = zip(*gathered, strict=True)
+        for rank, found in zip(self._dims.data_ranks, lost, strict=True):
+            if found is not None:
+                raise ProofError(
+                    f"update {step}: what the codec keeps on rank {rank} of the segment of "
+                    f"{found[1]} (its residual) was lost or changed after update {found[0]}; leave "
+                    "the codec's state to the session, and load it by session.restore() alone"
+                )
         sharded = self._sharding.is_sharded
         for sample, ranks in zip(samples.buckets, zip(*everyone, strict=True), strict=True):
             wrong = wrong_average(ranks, in_parts=sharded, tolerance=sample.tolerance)
