@@ -346,14 +346,12 @@ def _changed(kept: CodecSample, now: CodecSample) -> str | None:
     """The first name whose values are others now; laid out anew, they are not compared."""
     if kept.keys() != now.keys():
         return None
-    return next(
-        (
-            name
-            for name, values in kept.items()
-            if len(values) != len(now[name]) or not all(map(torch.equal, values, now[name]))
-        ),
-        None,
-    )
+    for name, values in kept.items():
+        pairs = [*zip(values, now[name], strict=False)]
+        alike_laid = len(values) == len(now[name]) and all(a.shape == b.shape for a, b in pairs)
+        if alike_laid and not all(torch.equal(a, b) for a, b in pairs):
+            return name
+    return None
 
 
 def _plain(value: Any) -> Any:
