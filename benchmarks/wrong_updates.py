@@ -75,7 +75,7 @@ def language_model() -> Made:
 
     def average(module: nn.Module, args: object, output: torch.Tensor) -> None:
         mean = output.detach().flatten(0, -2).mean(0)
-        norm.running_mean.lerp_(mean, 0.1)
+        norm.get_buffer("running_mean").lerp_(mean, 0.1)
 
     norm.register_forward_hook(average)
     decayed = [p for p in model.parameters() if p.dim() > 1]
