@@ -180,7 +180,7 @@ class HostsCompressor(Compressor):
             share.compressor.forget(inside)
 
     def sample(self) -> list[Tensor]:
-        """Of this rank's shares."""
+        """Values of this rank's shares."""
         return [part for share in self._own.values() for part in share.compressor.sample()]
 
     @property
