@@ -155,6 +155,8 @@ def commands() -> Iterator[tuple[str, str]]:
         for fault in ("kill -9", "exception", "exit(0)", "exit(3)"):
             name = re.sub(r"\W+", "-", fault).strip("-")
             yield f"blame-{named}-{name}", f"blame --places '{place}' --faults '{fault}'"
+    for part in ("exchanges", "residual", "ranks", "none"):
+        yield f"wrong-updates-{part}", f"wrong_updates {part}"
     yield "tuner-codecs", "tuner --allow-lossy --rate 300mbit"
     yield "recompute-bert-large", "recompute batch"
     for model in ("bert", "gpt2", "swin"):

@@ -35,5 +35,6 @@ TABLES: Mapping[str, Callable[[Entry], Result]] = {
     "times": planning.times,
     "transports": exchanges.transports,
     "tuner": planning.tuner,
+    "wrong_updates": training.wrong_updates,
 }
 """By the word that a file of results has for its benchmark."""

@@ -158,6 +158,35 @@ def kills(entry: Entry) -> Result:
     return one_table(entry, "Kills", words, columns, rows)
 
 
+def wrong_updates(entry: Entry) -> Result:
+    """Faults that raise no error by themselves, or none at all."""
+    title = f"Wrong updates, {entry['part']}"
+    if entry["part"] == "none":
+        words = f"Trainings without a fault, a check each {entry['every']} updates."
+        quiet = [
+            (r["model"], r["transport"], r["codec"] or "none", r["updates"], 0, r["warnings"])
+            for r in entry["quiet"]
+        ]
+        columns = ("model", "transport", "codec", "updates", "alarms", "warnings")
+        return one_table(entry, title, words, columns, quiet)
+    words = (
+        f"A check each {entry['every']} updates; a fault at a random place, rank and update in "
+        "each run, the transports by turns. Found: on all ranks, within two checks. Named: the "
+        "right rank, and the right segment, tensor or setting. Updates: from the fault until then."
+    )
+    rows = [
+        (
+            *(r["fault"], r["model"], ", ".join(r["transports"]), r["runs"], r["found"]),
+            *(r["named"], f"{r['median']:g}", r["most"]),
+        )
+        for r in entry["rows"]
+    ]
+    headings = (
+        "fault", "model", "transports", "runs", "found", "named right", "updates, median", "most",
+    )  # fmt: skip
+    return one_table(entry, title, words, headings, rows)
+
+
 def _allowed(entry: Entry) -> str:
     return "0.5 points below" if entry["task"] == "digits" else "2 % above"
 

@@ -8,7 +8,8 @@ numbers tell whether an average is one, and, where it is not, whose part is miss
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 from zlib import crc32
 
 import torch
@@ -123,28 +124,21 @@ def _is_multiple(found: torch.Tensor, own: torch.Tensor, allowed: float) -> bool
 
 
 class AverageSample:
-    """Sketches of some gradients of one segment, as one rank sees them before and after.
+    """Sketches of some gradients that travel together, as one rank sees them before and after.
 
     Args:
-        seed: chooses the segment and the signs; the same on all ranks.
+        seed: chooses the signs; the same on all ranks.
+        names: of the gradients.
+        scale: makes their sum over ranks the average.
+        narrow: whether they are rounded to 16 bits.
     """
 
-    MOST = 8
-    """Gradients that are sketched: many small ones would cost more than they tell."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.names: tuple[str, ...] = ()
-        self.tolerance = EXACT
-        self._scale = 1.0
+    def __init__(self, seed: int, names: Sequence[str], scale: float, *, narrow: bool) -> None:
+        self.seed, self.names, self._scale = seed, tuple(names), scale
+        self.tolerance = NARROW if narrow else EXACT
         self._seen: set[str] = set()
         self._sums = {kind: torch.zeros(SIGNS, dtype=torch.float64) for kind in _KINDS}
         self._square = 0.0
-
-    def open(self, names: Sequence[str], scale: float, *, narrow: bool) -> None:
-        """Choose gradients; ``scale`` makes the sum over ranks their average."""
-        self.names, self._scale = tuple(names[: self.MOST]), scale
-        self.tolerance = NARROW if narrow else EXACT
 
     def own(self, name: str, gradient: torch.Tensor) -> None:
         """Take this rank's gradient, once."""
@@ -176,3 +170,20 @@ class AverageSample:
 
 
 _KINDS = ("own", "average", "used")
+
+
+@dataclass(slots=True)
+class AverageSamples:
+    """A sample of every bucket of gradients: what befalls one exchange need not befall another.
+
+    Attributes:
+        seed: chooses gradients and signs; the same on all ranks.
+        buckets: filled by the engine, whose buckets are the same on all ranks.
+    """
+
+    MOST: ClassVar[int] = 8
+    """Gradients that are sketched, but one of each bucket at least: they cost as much as digests of
+    four times their values."""
+
+    seed: int
+    buckets: list[AverageSample] = field(default_factory=list)

@@ -179,6 +179,10 @@ class HostsCompressor(Compressor):
             inside = [number for number, part in enumerate(share.parts) if part.slot in slots]
             share.compressor.forget(inside)
 
+    def sample(self) -> list[Tensor]:
+        """Values of this rank's shares."""
+        return [part for share in self._own.values() for part in share.compressor.sample()]
+
     @property
     def state_bytes(self) -> int:
         return sum(share.compressor.state_bytes for share in self._own.values())

@@ -20,6 +20,9 @@ from slipstream.transport.requests import AllReduce, ExchangeSteps
 _CACHED = 2**16
 """Values that fit into the cache of a core, with room for temporaries."""
 
+_SAMPLED = 1024
+"""Values of a residual in a sample."""
+
 SlotState = Mapping[str, torch.Tensor]
 """What a codec keeps of one gradient, by name; empty where nothing is."""
 
@@ -68,6 +71,7 @@ class Compressor(ABC):
         self.slots = slot_slices(map(prod, self.shapes))
         self.num_values = sum(map(prod, self.shapes))
         self.residuals: list[Residual] = []
+        self._spread: dict[int, torch.Tensor] = {}  # places of a sample, by size
 
     def zeros(self, *shape: int) -> torch.Tensor:
         """Zeros for values or state."""
@@ -99,6 +103,25 @@ class Compressor(ABC):
     @abstractmethod
     def forget(self, slots: Sequence[int]) -> None:
         """No rank had a gradient in these slots: their state stays as before the exchange."""
+
+    def sample(self) -> list[torch.Tensor]:
+        """Copies of some values of what is kept between exchanges: where all of it, or that of one
+        gradient, is lost, some of them change."""
+        return [r.error.view(-1)[self._spots(r.error.numel())] for r in self.residuals]
+
+    def _spots(self, size: int) -> torch.Tensor:
+        """Places of `sample` in a tensor of ``size`` values: in each slot, if it holds all."""
+        if size not in self._spread:
+            slots = self.slots if size >= self.slots[-1].stop else [slice(0, size)]
+            most = max(_SAMPLED // len(slots), 16)
+            found = [
+                torch.arange(s.start, s.stop, max((s.stop - s.start) // most, 1))
+                for s in slots
+                if s.stop > s.start
+            ]
+            self._spread[size] = torch.cat([*found, torch.empty(0, dtype=torch.int64)])
+            self._spread[size] = self._spread[size].to(self.device)
+        return self._spread[size]
 
     @property
     def state_bytes(self) -> int:

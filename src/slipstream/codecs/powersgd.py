@@ -169,6 +169,11 @@ class PowerSgdCompressor(Compressor):
             for number in self._forgotten:
                 self.residuals[number].forget()
 
+    def sample(self) -> list[Tensor]:
+        """With some values of each Q, which must be that of all ranks."""
+        warm = [q.view(-1)[: self.codec.rank].clone() for q in self._warm if q is not None]
+        return [*super().sample(), *warm]
+
     def state(self) -> list[dict[str, Tensor]]:
         """``error`` and ``q`` of each matrix; q is the same on all ranks."""
         states: list[dict[str, Tensor]] = [{} for _ in self.slots]

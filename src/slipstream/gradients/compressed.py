@@ -40,6 +40,9 @@ from slipstream.transport.requests import ExchangeSteps, Request
 NamedState = Mapping[str, Mapping[str, torch.Tensor]]
 """What codecs keep, by parameter and then by name."""
 
+CodecSample = Mapping[str, Sequence[torch.Tensor]]
+"""Some values of what codecs keep, by the first parameter of those that are coded together."""
+
 
 @dataclass(frozen=True, slots=True)
 class NamedCompressor:
@@ -106,6 +109,10 @@ class CodecStates:
         """Bytes of what is kept on this rank."""
         detached = sum(t.nbytes for state in self._detached.values() for t in state.values())
         return detached + sum(named.compressor.state_bytes for named in self._attached)
+
+    def sample(self) -> CodecSample:
+        """Take some values of what compressors keep now, by the first parameter of each."""
+        return {named.names[0]: named.compressor.sample() for named in self._attached}
 
     def load(self, states: NamedState) -> None:
         """Go on from ``state()``, of another layout maybe."""

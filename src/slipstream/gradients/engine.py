@@ -27,11 +27,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from slipstream.checks.sketch import AverageSample
+from slipstream.checks.sketch import AverageSamples
 from slipstream.errors import ExchangeError, SlipstreamError
 from slipstream.gradients.buckets import Bucket
 from slipstream.gradients.buffers import Buffers
-from slipstream.gradients.compressed import CodecStates, CompressionPlan, NamedState
+from slipstream.gradients.compressed import (
+    CodecSample,
+    CodecStates,
+    CompressionPlan,
+    NamedState,
+)
 from slipstream.gradients.finite import first_nonfinite
 from slipstream.gradients.interface import GradientEngine
 from slipstream.gradients.layout import Gradient, plan_segments
@@ -49,7 +54,7 @@ from slipstream.gradients.messages import (
 from slipstream.gradients.momentum import largest_values
 from slipstream.gradients.ready_order import Observer, ReadyOrder
 from slipstream.gradients.report_rows import exchange_rows
-from slipstream.gradients.sampling import SampledSegment
+from slipstream.gradients.sampling import SampledGradients
 from slipstream.gradients.segments import (
     BucketSlot,
     GradientLayout,
@@ -82,7 +87,7 @@ class _Backward:
     slots: Sequence[BucketSlot] = ()
     due: list[int] = field(default_factory=list)  # accumulations still to come, by parameter
     next_segment: int = 0
-    sampled: SampledSegment | None = None  # for a proof
+    sampled: SampledGradients | None = None  # for a proof
     stamps: list[Stamp | None] | None = None  # when each gradient was ready; None: not recorded
 
     def scale_for(self, bucket: Bucket) -> torch.Tensor:
@@ -132,7 +137,7 @@ class Engine(GradientEngine):
         self._channel, self._control, self._any_rank = channel, control, any_rank
         self._looks = looks
         self._found: list[torch.Tensor] = []  # of each bucket that has landed
-        self._sample: AverageSample | None = None  # of the next exchange
+        self._samples: AverageSamples | None = None  # of the next exchange
         self._shards = compression_plan.shards
         names = [t.name for t in self._trainables]
         self._compresses = compression_plan.ever_compresses(names)
@@ -204,9 +209,9 @@ class Engine(GradientEngine):
         if self._layout is not None:
             self._open(backward, self._layout)
             backward.fills = self.overlap
-            if self._sample is not None and not self._averaged:
-                backward.sampled = SampledSegment(
-                    self._sample, self._trainables, self._layout, self._plan, scale
+            if self._samples is not None and not self._averaged:
+                backward.sampled = SampledGradients(
+                    self._samples, self._trainables, self._layout, self._plan, scale
                 )
         if buffers is not None:
             describe = partial(exchange_failed, self._at, "the broadcast of the buffers")
@@ -441,6 +446,10 @@ class Engine(GradientEngine):
         """State of codecs on this rank, gradients included that travel uncompressed by now."""
         return self._codecs.state()
 
+    def codec_sample(self) -> CodecSample:
+        """Some values of it, which are enough to see that it was lost."""
+        return self._codecs.sample()
+
     def load_codec_state(self, states: NamedState) -> None:
         """Go on from ``codec_state()``, of another split maybe."""
         self._codecs.load(states)
@@ -479,7 +488,7 @@ class Engine(GradientEngine):
             return
         slot = backward.slots[index]
         bucket, segment = slot.bucket, slot.segment
-        if backward.sampled is not None and index in backward.sampled.names:
+        if backward.sampled is not None:
             backward.sampled.own(index)
         bucket.fill(slot.index, backward.scale_fp16 if bucket.may_overflow else backward.scale)
         segment.missing -= 1
@@ -497,8 +506,8 @@ class Engine(GradientEngine):
                 raise gradient_taken(self._trainables[index].name)
             backward.observer.saw(index, parameter.grad)
 
-    def sample(self, sample: AverageSample | None) -> None:
-        self._sample = sample
+    def sample(self, samples: AverageSamples | None) -> None:
+        self._samples = samples
 
     def _send(self, backward: _Backward, everything: bool = False) -> None:
         """Hand segments to the channel in order, as far as they are full (or all of them)."""
@@ -508,10 +517,8 @@ class Engine(GradientEngine):
             segment = segments[backward.next_segment]
             if segment.missing and not everything:
                 return
-            sampled = backward.sampled
-            if sampled is not None and sampled.number == backward.next_segment:
-                for index in sampled.names:  # those that are not filled yet
-                    sampled.own(index)
+            if backward.sampled is not None:
+                backward.sampled.complete(backward.next_segment)
             for bucket in segment.buckets:
                 bucket.complete(backward.scale_for(bucket))
                 if backward.looks:

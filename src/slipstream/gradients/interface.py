@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from slipstream.checks.sketch import AverageSample
-from slipstream.gradients.compressed import NamedState
+from slipstream.checks.sketch import AverageSamples
+from slipstream.gradients.compressed import CodecSample, NamedState
 from slipstream.gradients.layout import Gradient
 from slipstream.gradients.ready_order import ReadyOrder
 from slipstream.gradients.segments import SegmentStats
@@ -60,8 +60,8 @@ class GradientEngine:
         is not, as far as this rank has averages; empty: none."""
         return False, ""
 
-    def sample(self, sample: AverageSample | None) -> None:
-        """Let the next exchanges fill a sample, or none."""
+    def sample(self, samples: AverageSamples | None) -> None:
+        """Let the next exchanges fill samples, or none."""
 
     def local_only(self, on: bool) -> None:
         """Whether gradients may come outside of ``begin`` and ``end``; they stay on this rank."""
@@ -95,6 +95,10 @@ class GradientEngine:
 
     def codec_state(self) -> NamedState:
         """State of codecs on this rank."""
+        return {}
+
+    def codec_sample(self) -> CodecSample:
+        """Some values of it."""
         return {}
 
     def load_codec_state(self, states: NamedState, /) -> None:

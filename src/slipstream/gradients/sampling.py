@@ -1,71 +1,79 @@
-"""Fills a sample of an average: gradients of one segment, before their exchange and after it."""
+"""Fills a sample of averages: gradients of each bucket, before their exchange and after it."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 
-from slipstream.checks.sketch import AverageSample
+from slipstream.checks.sketch import AverageSample, AverageSamples
+from slipstream.gradients.buckets import Bucket
 from slipstream.gradients.compressed import CompressionPlan
 from slipstream.gradients.segments import GradientLayout, NamedParameter
 from slipstream.gradients.shards import Shards
 
 
-class SampledSegment:
-    """Gradients of one segment whose average is exact, or rounded at most.
+class SampledGradients:
+    """Some gradients of each bucket whose averages are exact, or rounded at most.
 
     Args:
-        sample: gets their sketches; its seed chooses the segment, and some of its gradients.
+        samples: get their sketches; their seed chooses the gradients, others in each turn.
         trainables: of the engine.
         layout: of the segments.
         plan: says which gradients a codec approximates.
         scale: makes the sum over ranks the average.
-
-    Attributes:
-        number: of the segment.
-        names: of the gradients, by index of their parameter.
     """
 
     def __init__(
         self,
-        sample: AverageSample,
+        samples: AverageSamples,
         trainables: Sequence[NamedParameter],
         layout: GradientLayout,
         plan: CompressionPlan,
         scale: float,
     ) -> None:
-        self._sample, self._trainables = sample, trainables
-        turn, self.number = divmod(sample.seed, len(layout.segments))
-        of_segment = {*layout.segments[self.number].names}
-        exact = [
-            (index, t)
-            for index, t in enumerate(trainables)
-            if t.name in of_segment
-            and not layout.order.sparse_dims[index]
-            and ((codec := plan.of(t.name, t.parameter)) is None or codec.summed)
-        ]
-        start = turn * AverageSample.MOST % len(exact) if exact else 0  # others in each turn
-        chosen = (exact[start:] + exact[:start])[: AverageSample.MOST]
-        self.names = {index: t.name for index, t in chosen}
-        narrow = any(plan.of(t.name, t.parameter) or t.parameter.itemsize < 4 for _, t in chosen)
-        sample.open([*self.names.values()], scale, narrow=narrow)
+        self._trainables = trainables
+        buckets: defaultdict[Bucket, list[int]] = defaultdict(list)
+        for index, t in enumerate(trainables):
+            codec = plan.of(t.name, t.parameter)
+            if not layout.order.sparse_dims[index] and (codec is None or codec.summed):
+                buckets[layout.slots[index].bucket].append(index)
+        count = max(samples.MOST // max(len(buckets), 1), 1)
+        self._samples: dict[int, AverageSample] = {}  # by index of the parameter
+        self._in_segment: defaultdict[int, list[int]] = defaultdict(list)
+        numbers = {id(segment): number for number, segment in enumerate(layout.segments)}
+        for exact in buckets.values():
+            start = samples.seed * count % len(exact)
+            chosen = (exact[start:] + exact[:start])[:count]
+            some = [trainables[index] for index in chosen]
+            narrow = any(plan.of(t.name, t.parameter) or t.parameter.itemsize < 4 for t in some)
+            sample = AverageSample(samples.seed, [t.name for t in some], scale, narrow=narrow)
+            samples.buckets.append(sample)
+            self._samples |= dict.fromkeys(chosen, sample)
+            self._in_segment[numbers[id(layout.slots[chosen[0]].segment)]] += chosen
 
     def own(self, index: int) -> None:
-        """Take this rank's gradient of a parameter, once, before it is scaled."""
-        gradient = self._trainables[index].parameter.grad
-        if gradient is not None:
-            self._sample.own(self.names[index], gradient)
+        """Take this rank's gradient of a parameter, if it is sampled, before it is scaled; once."""
+        sample = self._samples.get(index)
+        trainable = self._trainables[index]
+        if sample is not None and trainable.parameter.grad is not None:
+            sample.own(trainable.name, trainable.parameter.grad)
+
+    def complete(self, segment: int) -> None:
+        """Take those of a segment, by its number, that were not taken yet."""
+        for index in self._in_segment[segment]:
+            self.own(index)
 
     def averages(self, shards: Shards | None) -> None:
         """Take what came back: all of it, or this rank's shards."""
-        for index, name in self.names.items():
-            parameter = self._trainables[index].parameter
+        for index, sample in self._samples.items():
+            name, parameter = self._trainables[index].name, self._trainables[index].parameter
             if shards is None or parameter not in shards.names:
                 if parameter.grad is not None:
-                    self._sample.average(name, parameter.grad)
+                    sample.average(name, parameter.grad)
             elif parameter in shards.gradients:
-                signs = self._sample.signs(name, parameter)
+                signs = sample.signs(name, parameter)
                 laid_out = [torch.empty_like(parameter, dtype=s.dtype).copy_(s) for s in signs]
                 own = torch.stack([shards.own(one).view(-1) for one in laid_out])
-                self._sample.average(name, shards.gradients[parameter], own)
+                sample.average(name, shards.gradients[parameter], own)

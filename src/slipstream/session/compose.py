@@ -285,9 +285,11 @@ def _proof(
     if name is not None and not isinstance(local, OpenTraining):
         store = PrefixStore(f"slipstream/proof/{name}", given.cluster.store)
     model, optimizer = given.model, given.optimizer
-    return Proof(
+    proof = Proof(
         config, model, optimizer, exchange.engine, given.dims, exchange.sharding, local, store
     )
+    given.handles.defer(proof.close)
+    return proof
 
 
 def _tracer(

@@ -452,6 +452,8 @@ class TrainingLoop:
         """
         if not self.engine.nonfinite or self._on_nonfinite == "skip":
             return self.engine.nonfinite
+        if self.proof is not None:
+            self.proof.explain_nonfinite(self.steps)
         own, control = self.engine.nonfinite_here(), self.dims.control
         found = {0 if control is None else dist.get_rank(control): own}
         if control is not None and (self.local is None or self.local.warms_up):

@@ -3,10 +3,14 @@
 [Note: What is compared]
 Between ranks that hold the same part of the model, and update all of it: digests of parameters,
 buffers, the optimizer's state and its settings; where each updates a shard, its own state is left
-out; where ranks train on their own, what all of them have alike counts. On each rank, with itself:
-what codecs keep must be there unchanged when the next exchange begins. And the average of a sampled
-segment is computed a second way (``checks.sketch``). Only where digests differ, those of single
-tensors are compared, too.
+out; where ranks train on their own, what all of them have alike counts. And some averages of each
+segment are computed a second way (``checks.sketch``). Only where digests differ, those of single
+tensors are compared, too. Where gradients are infinite or NaN, ranks are compared at once: that one
+of them had other parameters is the cause then.
+
+What codecs keep on a rank must be there unchanged when the next exchange begins. It leaves no trace
+if it is not, so after each update, not only after those that are checked, some values of it are
+kept until then. Other ranks learn of it at the next check, so that all of them end alike.
 
 Ranks that train on their own make different numbers of updates, and nobody must wait: they write
 the digests of what they share after a meeting into the store of the run, and look at those of
@@ -26,11 +30,14 @@ from torch import nn
 from torch.distributed.distributed_c10d import Store
 
 from slipstream.checks.digest import Digest, digest
-from slipstream.checks.sketch import AverageSample, divided_again, wrong_average
+from slipstream.checks.sketch import AverageSamples, divided_again, wrong_average
 from slipstream.errors import ProofError
+from slipstream.gradients.compressed import CodecSample
 from slipstream.gradients.interface import GradientEngine
 from slipstream.local.training import LocalTraining
 from slipstream.parallel.dims import ParallelDims, gather_objects
+from slipstream.plain_copy import attach
+from slipstream.pytree import tensors
 from slipstream.session.update_sharding import UpdateSharding
 from slipstream.strategy import ChecksConfig
 
@@ -63,8 +70,12 @@ class Proof:
         self._every, self._replays = config.every, config.replay
         self._model, self._optimizer, self._engine = model, optimizer, engine
         self._dims, self._sharding, self._local = dims, sharding, local
-        self._sample: AverageSample | None = None
-        self._kept: dict[str, Digest] | None = None  # by parameter, of codecs, after an update
+        self._samples: AverageSamples | None = None
+        self._kept: CodecSample | None = None  # after an update
+        self._lost: tuple[int, str] | None = None  # after how many updates, and of which segment
+        self._inputs: object = None  # of the last forward
+        self._same_inputs: Digest | None = None  # of one that is checked
+        self.close = attach(model.register_forward_pre_hook, self._forward_begins, with_kwargs=True)
         self._warned: set[str] = set()
 
     def is_due(self, step: int) -> bool:
@@ -78,24 +89,17 @@ class Proof:
     # In the order of an update.
 
     def begin(self, step: int) -> None:
-        """A backward pass that ends in an exchange begins.
-
-        Raises:
-            ProofError: what a codec keeps has changed since the last update.
-        """
+        """A backward pass that ends in an exchange begins."""
         kept, self._kept = self._kept, None
-        if kept is not None and kept != (now := self._codec_digests()):
-            changed = next(name for name in {**kept, **now} if kept.get(name) != now.get(name))
-            raise ProofError(
-                f"update {step + 1}: what the codec keeps of {changed} on this rank (its residual) "
-                "was lost or changed since the last update; leave the codec's state to the "
-                "session, and load it by session.restore() alone"
-            )
-        self._sample = None
+        inputs, self._inputs = tensors(self._inputs), None
+        if kept is not None and (changed := _changed(kept, self._engine.codec_sample())):
+            self._lost = self._lost or (step, changed)
+        self._samples = None
         if self.is_due(step) and self._dims.data is not None and not self._apart:
             assert self._every is not None
-            self._sample = AverageSample((step + 1) // self._every)
-        self._engine.sample(self._sample)
+            self._samples = AverageSamples((step + 1) // self._every)
+            self._same_inputs = digest(inputs) if any(map(torch.Tensor.numel, inputs)) else None
+        self._engine.sample(self._samples)
 
     def replay(self, loss: torch.Tensor, step: int) -> None:
         """Compute the gradients of a loss twice where a check is due and that is asked for; they
@@ -122,13 +126,12 @@ class Proof:
 
     def before_update(self) -> None:
         """The optimizer is about to step: look at what it gets."""
-        sample = self._sample
-        if sample is None or self._sharding.is_sharded:
+        if self._samples is None or self._sharding.is_sharded:
             return
-        names = {*sample.names}
+        by_name = {name: sample for sample in self._samples.buckets for name in sample.names}
         for name, parameter in self._model.named_parameters():
-            if name in names and parameter.grad is not None:
-                sample.used(name, parameter.grad)
+            if name in by_name and parameter.grad is not None:
+                by_name[name].used(name, parameter.grad)
 
     def updated(self, step: int, *, used: bool) -> None:
         """``step`` updates are done; collective where a check was due.
@@ -141,11 +144,23 @@ class Proof:
         if self._apart:
             self._check_meetings(step)
             return
-        if not used or not self.is_due(step - 1):
+        self._kept = self._engine.codec_sample()
+        if used and self.is_due(step - 1):
+            self._check_average(step)
+            if apart := self._first_difference(self._alike(), step):
+                raise ProofError(f"update {step}: {apart}")
+
+    def explain_nonfinite(self, step: int) -> None:
+        """Gradients are infinite or NaN after ``step`` updates, on all ranks; collective.
+
+        Raises:
+            ProofError: a rank had other parameters than the others, which is why.
+        """
+        if self._dims.data is None or self._apart:
             return
-        self._check_average(step)
-        self._check_alike(step)
-        self._kept = self._codec_digests() or None
+        alike = {what: named for what, named in self._alike().items() if what != "buffers"}
+        if apart := self._first_difference(alike, step):  # buffers are on their way
+            raise ProofError(f"update {step + 1}: gradients are infinite or NaN, and {apart}")
 
     @property
     def _apart(self) -> bool:
@@ -155,32 +170,59 @@ class Proof:
     # The average.
 
     def _check_average(self, step: int) -> None:
-        sample, self._sample = self._sample, None
+        samples, self._samples = self._samples, None
         self._engine.sample(None)
-        if sample is None or not sample.names:
+        if samples is None:
             return
         assert self._dims.data is not None
-        ranks = gather_objects(sample.result(), "the sketches of an average", self._dims.data)
+        own = [sample.result() for sample in samples.buckets], self._same_inputs, self._lost
+        gathered = gather_objects(own, "the sketches of averages", self._dims.data)
+        everyone, inputs, lost = zip(*gathered, strict=True)
+        for rank, found in zip(self._dims.data_ranks, lost, strict=True):
+            if found is not None:
+                raise ProofError(
+                    f"update {step}: what the codec keeps on rank {rank} of the segment of "
+                    f"{found[1]} (its residual) was lost or changed after update {found[0]}; leave "
+                    "the codec's state to the session, and load it by session.restore() alone"
+                )
         sharded = self._sharding.is_sharded
-        wrong = wrong_average(ranks, in_parts=sharded, tolerance=sample.tolerance)
-        if wrong is not None:
-            segment = f"the segment of {sample.names[0]}"
-            raise ProofError(f"update {step}, {segment}: {self._by_rank(wrong)}")
-        if not sharded and divided_again(ranks):
+        for sample, ranks in zip(samples.buckets, zip(*everyone, strict=True), strict=True):
+            wrong = wrong_average(ranks, in_parts=sharded, tolerance=sample.tolerance)
+            if wrong is not None:
+                segment = f"the segment of {sample.names[0]}"
+                raise ProofError(f"update {step}, {segment}: {self._by_rank(wrong)}")
+        with_gradients = [
+            ranks for ranks in zip(*everyone, strict=True) if any(rank.norm for rank in ranks)
+        ]
+        if not sharded and with_gradients and all(map(divided_again, with_gradients)):
             self._warn_once(
                 "division",
                 f"update {step}: the gradients were divided by the number of ranks between "
                 "backward() and step(), but session.backward() leaves the average already, not "
                 "the sum; leave the division out, if it is that of a loop without averages",
             )
-        own = Counter(rank.own for rank in ranks if rank.norm)
-        if same := [r for r, rank in enumerate(ranks) if own[rank.own] > 1]:
-            self._warn_once(
-                "same data",
-                f"update {step}: ranks {', '.join(map(str, same))} had the same gradients bit for "
-                "bit, so they train on the same data; shard it by session.data_rank and "
-                "session.data_size (a DistributedSampler)",
-            )
+        gradients = [
+            tuple(s.own for s in one) if any(s.norm for s in one) else None for one in everyone
+        ]
+        for what, values in (("gradients", gradients), ("inputs", inputs)):
+            if same := self._repeated(values):
+                self._warn_once(
+                    "same data",
+                    f"update {step}: ranks {', '.join(map(str, same))} had the same {what} bit for "
+                    "bit, so they train on the same data; shard it by session.data_rank and "
+                    "session.data_size (a DistributedSampler)",
+                )
+
+    def _repeated(self, values: Sequence[object]) -> list[int]:
+        """The ranks whose value another one has, too; None is no value."""
+        times = Counter(values)
+        pairs = zip(self._dims.data_ranks, values, strict=True)
+        return [rank for rank, value in pairs if value is not None and times[value] > 1]
+
+    def _forward_begins(self, module: nn.Module, args: object, kwargs: object) -> None:
+        """Masks of dropout differ between ranks on the same data, their inputs do not."""
+        if torch.is_grad_enabled():
+            self._inputs = args, kwargs
 
     def _warn_once(self, kind: str, text: str) -> None:
         """Warn of what may be meant."""
@@ -223,10 +265,12 @@ class Proof:
 
     # What must be alike.
 
-    def _check_alike(self, step: int) -> None:
+    def _first_difference(
+        self, groups: Mapping[str, Callable[[], Mapping[str, Any]]], step: int
+    ) -> str | None:
+        """Say where ranks differ, and which; None: nowhere."""
         data = self._dims.data
         assert data is not None
-        groups = self._alike()
         own: dict[str, Any] = {"the optimizer's settings": self._settings()}  # causes first
         own |= {what: digest(named().values()) for what, named in groups.items()}
         everyone = gather_objects(own, "the digests of all ranks", data)
@@ -238,7 +282,8 @@ class Proof:
                 name: digest([t]) if isinstance(t, torch.Tensor) else t for name, t in named.items()
             }
             details = gather_objects(single, "the digests of single tensors", data)
-            raise ProofError(f"update {step}: {self._apart_in(what, details)}")
+            return self._apart_in(what, details, step)
+        return None
 
     def _alike(self) -> dict[str, Callable[[], Mapping[str, Any]]]:
         """Name what is equal on all ranks, and how to get it; what is changed first comes first."""
@@ -272,9 +317,11 @@ class Proof:
     def _settings(self) -> str:
         return json.dumps(self._single_settings(), sort_keys=True)
 
-    def _apart_in(self, what: str, details: Sequence[Mapping[str, Any]]) -> str:
+    def _apart_in(self, what: str, details: Sequence[Mapping[str, Any]], step: int) -> str:
         """Say where ranks differ, and which of them are few."""
         ranks = self._dims.data_ranks
+        assert self._every is not None
+        ago = step % self._every or min(self._every, step)
         for name in dict.fromkeys(name for one in details for name in one):
             values = [one.get(name) for one in details]
             counts = Counter(map(repr, values))
@@ -290,14 +337,21 @@ class Proof:
             shown = f" ({different})" if what == "the optimizer's settings" else ""
             return (
                 f"{who} differ{'' if len(few) > 1 else 's'} {other} in {what}: {name} is the first"
-                f"{shown}; they have drifted apart since the last check, {self._every} updates ago"
+                f"{shown}; they have drifted apart since the last check, {ago} updates ago"
             )
         return f"ranks differ in {what}"
 
-    def _codec_digests(self) -> dict[str, Digest]:
-        """Digest what codecs keep on this rank, by parameter."""
-        state = self._engine.codec_state() if self._every is not None else {}
-        return {name: digest(values.values()) for name, values in state.items()}
+
+def _changed(kept: CodecSample, now: CodecSample) -> str | None:
+    """The first name whose values are others now; laid out anew, they are not compared."""
+    if kept.keys() != now.keys():
+        return None
+    for name, values in kept.items():
+        pairs = [*zip(values, now[name], strict=False)]
+        alike_laid = len(values) == len(now[name]) and all(a.shape == b.shape for a, b in pairs)
+        if alike_laid and not all(torch.equal(a, b) for a, b in pairs):
+            return name
+    return None
 
 
 def _plain(value: Any) -> Any:
