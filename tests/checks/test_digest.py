@@ -76,7 +76,7 @@ def sketches(gradients: list[torch.Tensor], *averages: torch.Tensor) -> list[Ske
     """Of all ranks: their gradients, and the average that each of them got."""
     found = []
     for rank, gradient in enumerate(gradients):
-        sample = AverageSample(7, ["w"], 1 / len(gradients), narrow=False)
+        sample = AverageSample(7, ["w"], 1 / len(gradients))
         sample.own("w", gradient)
         average = averages[rank if len(averages) > 1 else 0]
         sample.average("w", average)

@@ -179,6 +179,9 @@ def test_what_ranks_share_that_train_on_their_own_is_compared(three, tmp_path):
 STRATEGIES: dict[str, dict[str, Any]] = {
     "defaults": {},
     "sharded": {"gradients": {"transport": "sharded"}},
+    "a part replicated": {"gradients": {"transport": {"kind": "sharded", "replicated": 0.5}}},
+    "direct": {"gradients": {"transport": "direct"}},
+    "shared memory": {"gradients": {"transport": "shared_memory"}},
     "per layer, accumulate": {"gradients": {"split": "per_layer", "accumulate": 2}},
     "bf16": {"gradients": {"codec": {"kind": "half", "dtype": "bf16"}}},
     "int8": {"gradients": {"codec": "int8"}},

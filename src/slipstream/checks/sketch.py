@@ -131,11 +131,20 @@ class AverageSample:
         names: of the gradients.
         scale: makes their sum over ranks the average.
         narrow: whether they are rounded to 16 bits.
+        in_parts: whether each rank gets a part of their average, and not all of it.
     """
 
-    def __init__(self, seed: int, names: Sequence[str], scale: float, *, narrow: bool) -> None:
+    def __init__(
+        self,
+        seed: int,
+        names: Sequence[str],
+        scale: float,
+        *,
+        narrow: bool = False,
+        in_parts: bool = False,
+    ) -> None:
         self.seed, self.names, self._scale = seed, tuple(names), scale
-        self.tolerance = NARROW if narrow else EXACT
+        self.tolerance, self.in_parts = NARROW if narrow else EXACT, in_parts
         self._seen: set[str] = set()
         self._sums = {kind: torch.zeros(SIGNS, dtype=torch.float64) for kind in _KINDS}
         self._square = 0.0

@@ -211,7 +211,12 @@ class Engine(GradientEngine):
             backward.fills = self.overlap
             if self._samples is not None and not self._averaged:
                 backward.sampled = SampledGradients(
-                    self._samples, self._trainables, self._layout, self._plan, scale
+                    self._samples,
+                    self._trainables,
+                    self._layout,
+                    self._plan,
+                    scale,
+                    self._shards,
                 )
         if buffers is not None:
             describe = partial(exchange_failed, self._at, "the broadcast of the buffers")
@@ -287,7 +292,7 @@ class Engine(GradientEngine):
         if self._any_rank(self.overflowed or self.nonfinite):
             self.overflowed, self.nonfinite = not backward.looks, backward.looks
         if backward.sampled is not None:
-            backward.sampled.averages(self._shards)
+            backward.sampled.averages()
         self._unsettled = True
         if self._plan.momenta:
             self._averages = self._present_gradients()

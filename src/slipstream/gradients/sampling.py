@@ -23,6 +23,7 @@ class SampledGradients:
         layout: of the segments.
         plan: says which gradients a codec approximates.
         scale: makes the sum over ranks the average.
+        shards: who updates what, where each rank gets its part of an average.
     """
 
     def __init__(
@@ -32,23 +33,28 @@ class SampledGradients:
         layout: GradientLayout,
         plan: CompressionPlan,
         scale: float,
+        shards: Shards | None,
     ) -> None:
         self._trainables = trainables
-        buckets: defaultdict[Bucket, list[int]] = defaultdict(list)
+        self._shards = shards
+        # a part of a model may be replicated, and is averaged whole then
+        buckets: defaultdict[tuple[Bucket, bool], list[int]] = defaultdict(list)
         for index, t in enumerate(trainables):
             codec = plan.of(t.name, t.parameter)
             if not layout.order.sparse_dims[index] and (codec is None or codec.summed):
-                buckets[layout.slots[index].bucket].append(index)
+                cut = shards is not None and t.parameter in shards.names
+                buckets[layout.slots[index].bucket, cut].append(index)
         count = max(samples.MOST // max(len(buckets), 1), 1)
         self._samples: dict[int, AverageSample] = {}  # by index of the parameter
         self._in_segment: defaultdict[int, list[int]] = defaultdict(list)
         numbers = {id(segment): number for number, segment in enumerate(layout.segments)}
-        for exact in buckets.values():
+        for (_, cut), exact in buckets.items():
             start = samples.seed * count % len(exact)
             chosen = (exact[start:] + exact[:start])[:count]
             some = [trainables[index] for index in chosen]
             narrow = any(plan.of(t.name, t.parameter) or t.parameter.itemsize < 4 for t in some)
-            sample = AverageSample(samples.seed, [t.name for t in some], scale, narrow=narrow)
+            names = [t.name for t in some]
+            sample = AverageSample(samples.seed, names, scale, narrow=narrow, in_parts=cut)
             samples.buckets.append(sample)
             self._samples |= dict.fromkeys(chosen, sample)
             self._in_segment[numbers[id(layout.slots[chosen[0]].segment)]] += chosen
@@ -65,8 +71,9 @@ class SampledGradients:
         for index in self._in_segment[segment]:
             self.own(index)
 
-    def averages(self, shards: Shards | None) -> None:
+    def averages(self) -> None:
         """Take what came back: all of it, or this rank's shards."""
+        shards = self._shards
         for index, sample in self._samples.items():
             name, parameter = self._trainables[index].name, self._trainables[index].parameter
             if shards is None or parameter not in shards.names:

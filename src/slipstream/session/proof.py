@@ -187,7 +187,7 @@ class Proof:
                 )
         sharded = self._sharding.is_sharded
         for sample, ranks in zip(samples.buckets, zip(*everyone, strict=True), strict=True):
-            wrong = wrong_average(ranks, in_parts=sharded, tolerance=sample.tolerance)
+            wrong = wrong_average(ranks, in_parts=sample.in_parts, tolerance=sample.tolerance)
             if wrong is not None:
                 segment = f"the segment of {sample.names[0]}"
                 raise ProofError(f"update {step}, {segment}: {self._by_rank(wrong)}")
