@@ -155,6 +155,9 @@ def commands() -> Iterator[tuple[str, str]]:
         for fault in ("kill -9", "exception", "exit(0)", "exit(3)"):
             name = re.sub(r"\W+", "-", fault).strip("-")
             yield f"blame-{named}-{name}", f"blame --places '{place}' --faults '{fault}'"
+    for setup in ("accelerate()", "DDP, watch", "FSDP2, watch"):
+        name = re.match(r"\w+", setup)[0].lower()
+        yield f"faults-{name}", f"faults --setups '{setup}'"
     yield "tuner-codecs", "tuner --allow-lossy --rate 300mbit"
     yield "recompute-bert-large", "recompute batch"
     for model in ("bert", "gpt2", "swin"):
