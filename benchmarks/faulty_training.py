@@ -151,12 +151,12 @@ def go_wrong(fault: str, net: Net, update: Update, folder: Path) -> int:
 def meet_wrongly(fault: str, bad: bool) -> None:
     """Exchanges of the script in which ranks do not do the same."""
     if fault == "exchange of a wrong shape":
-        dist.all_reduce(torch.ones(4 if bad else 3))
+        dist.all_reduce(torch.ones(SAMPLES - 1 if bad else SAMPLES))
     if fault == "other order of exchanges":
         values = torch.ones(3)
         if bad:
             dist.all_reduce(values)
-        dist.broadcast(values, 0)
+        dist.all_gather([torch.empty(3) for _ in range(RANKS)], values)
         dist.all_reduce(values)
 
 
