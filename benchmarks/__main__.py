@@ -156,7 +156,7 @@ def commands() -> Iterator[tuple[str, str]]:
             name = re.sub(r"\W+", "-", fault).strip("-")
             yield f"blame-{named}-{name}", f"blame --places '{place}' --faults '{fault}'"
     for setup in ("accelerate()", "DDP, watch", "FSDP2, watch"):
-        name = re.match(r"\w+", setup)[0].lower()
+        name = re.split(r"\W", setup.lower())[0]
         yield f"faults-{name}", f"faults --setups '{setup}'"
     yield "tuner-codecs", "tuner --allow-lossy --rate 300mbit"
     yield "recompute-bert-large", "recompute batch"

@@ -31,9 +31,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from typing import IO
 
 from rich.console import Console
@@ -66,6 +67,8 @@ IMPORTED = (
     "slipstream.session.accelerate", "slipstream.calibration.calibrate",
 )  # fmt: skip
 """Once, by the process from which ranks are forked."""
+EXIT_CODES = Lock()
+"""``multiprocessing`` reads them wherever a process starts, and loses one that two threads read."""
 RANKS_SERVER = multiprocessing.get_context("forkserver")
 
 
@@ -86,7 +89,8 @@ class Started:
         """A rank, forked from a process that has imported torch and slipstream."""
         ours, theirs = RANKS_SERVER.Pipe(duplex=False)
         process = RANKS_SERVER.Process(target=be_a_rank, args=(setup, fault, environ, theirs))
-        process.start()
+        with EXIT_CODES:
+            process.start()
         theirs.close()
         return cls(process, os.fdopen(os.dup(ours.fileno()), errors="replace"))
 
@@ -121,8 +125,9 @@ class Started:
 
     def _wait(self) -> None:
         if isinstance(self.process, BaseProcess):
-            self.process.join()
-            self.code = self.process.exitcode
+            wait([self.process.sentinel])
+            with EXIT_CODES:
+                self.code = self.process.exitcode
         else:
             self.code = self.process.wait()
         self.ended = time.time()
