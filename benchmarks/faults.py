@@ -179,7 +179,7 @@ def run_once(setup: str, fault: str, full: str) -> Outcome:
             time.sleep(0.02)
         if fault == "SIGSTOP" and setup == ACCELERATE:
             started[BAD].process.kill()
-        left = left_of(run["FAULTS_RUN"], {one.process.pid for one in started})
+        left = left_of(run["FAULTS_RUN"], {one.process.pid or 0 for one in started})
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

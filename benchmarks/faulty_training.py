@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 BAD, RANKS = 1, 3
@@ -90,7 +91,7 @@ def sharded(net: Net, _: Path) -> Iterator[Update]:
     from torch.distributed.fsdp import fully_shard  # late: slow to import
 
     dist.init_process_group("gloo")
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for part in (*net.layers, net):
         fully_shard(part, mesh=mesh)
     yield plain(net, net)
