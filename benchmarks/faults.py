@@ -20,7 +20,6 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -39,6 +38,7 @@ from typing import IO
 
 from rich.console import Console
 from rich.progress import track
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from benchmarks.faulty_training import BAD, RANKS, TIMEOUT, be_a_rank
 from benchmarks.record import finish
@@ -171,8 +171,11 @@ def run_once(setup: str, fault: str, full: str) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         run = {"FAULTS_RUN": uuid.uuid4().hex, "COLUMNS": "2000"}
         run["FAULTS_FOLDER"] = full if "folder full" in fault else name
-        start = start_ranks if setup == ACCELERATE else start_watch
-        started = start(setup, fault, run)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        if setup == ACCELERATE:
+            started = start_ranks(setup, fault, run, store)
+        else:
+            started = start_watch(setup, fault, run)
         others = [one for rank, one in enumerate(started) if rank != BAD or len(started) == 1]
         until = time.time() + LIMIT
         while time.time() < until and not all(one.ended for one in others):
@@ -188,12 +191,11 @@ def run_once(setup: str, fault: str, full: str) -> Outcome:
     return judged(setup, fault, started, others, len(left))
 
 
-def start_ranks(setup: str, fault: str, run: Mapping[str, str]) -> list[Started]:
-    """The ranks themselves, with the variables of a launcher."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
+def start_ranks(setup: str, fault: str, run: Mapping[str, str], store: TCPStore) -> list[Started]:
+    """The ranks themselves, with the variables of a launcher, which keeps their store."""
     place = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    place |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # it is there, and no rank keeps it
     return [
         Started.forked(setup, fault, {**run, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(RANKS)
