@@ -171,8 +171,8 @@ def run_once(setup: str, fault: str, full: str) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         run = {"FAULTS_RUN": uuid.uuid4().hex, "COLUMNS": "2000"}
         run["FAULTS_FOLDER"] = full if "folder full" in fault else name
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         if setup == ACCELERATE:
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             started = start_ranks(setup, fault, run, store)
         else:
             started = start_watch(setup, fault, run)
