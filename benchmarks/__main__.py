@@ -157,6 +157,9 @@ def commands() -> Iterator[tuple[str, str]]:
             yield f"blame-{named}-{name}", f"blame --places '{place}' --faults '{fault}'"
     for part in ("exchanges", "residual", "ranks", "none"):
         yield f"wrong-updates-{part}", f"wrong_updates {part}"
+    for setup in ("accelerate()", "DDP, watch", "FSDP2, watch"):
+        name = re.split(r"\W", setup.lower())[0]
+        yield f"faults-{name}", f"faults --setups '{setup}'"
     yield "tuner-codecs", "tuner --allow-lossy --rate 300mbit"
     yield "recompute-bert-large", "recompute batch"
     for model in ("bert", "gpt2", "swin"):

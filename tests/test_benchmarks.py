@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import __main__ as bench, accelerator, baselines
+from benchmarks import __main__ as bench, accelerator, baselines, faults
 from benchmarks.pages import PASSAGE, RESULTS, ROOT, filled, pages, rendered, results
 from benchmarks.quotes import QUOTES, Results
 from benchmarks.tables import TABLES
@@ -165,6 +165,20 @@ def test_auto_is_measured_against_every_choice(tmp_path: Path) -> None:
     written = TABLES["auto"](entry).markdown
     assert "## Auto, resnet-small at one host" in written
     assert all(f"| {name}" in written for name in entry["seconds"])
+
+
+# Faults.
+
+
+def test_only_who_is_blamed_counts_as_named() -> None:
+    waits = "; ranks 0 and 2 wait in the broadcast"
+    for words in ("is silent: gone", "has left its loop", "never entered it", "ended first, by x"):
+        line = f"E: rank 1 (host a b) {words}{waits} (slipstream autopsy /x on a)"
+        assert faults.named(line) == {1}
+        assert faults.told(f"one\n{line}\nmore") == f"rank 1 {words}{waits}"
+    assert faults.named("rank 0, step 3: the exchange failed" + waits) == set()
+    uncertain = "ranks 0 and 1 (host vm) ended within 4 ms of each other"
+    assert faults.named(uncertain) == set()
 
 
 # What is published.

@@ -17,6 +17,7 @@ TABLES: Mapping[str, Callable[[Entry], Result]] = {
     "compiled": computing.compiled,
     "convergence": training.convergence,
     "exchange": exchanges.exchange,
+    "faults": planning.faults,
     "fusion": computing.fusion,
     "kills": training.kills,
     "large_batch": training.large_batch,

@@ -105,3 +105,39 @@ def blame(entry: Entry) -> Result:
     rows = [(r["place"], r["fault"], f"{r['right']} of {r['runs']}") for r in entry["rows"]]
     title = f"Blame, {'; '.join(cases)}"
     return one_table(entry, title, words, ("place", "fault", "right"), rows)
+
+
+def faults(entry: Entry) -> Result:
+    """How each fault ends."""
+    words = (
+        f"Three ranks, {entry['at_once']} runs at a time. Seconds from the fault until the others, "
+        "or the watch, have ended; right: runs in which they name the rank that began, and no "
+        "other; left: processes, in all runs."
+    )
+    rows = [
+        (
+            *(r["setup"], r["fault"], r["runs"], _seconds(r["seconds"]), _seconds(r["longest"])),
+            *(_right(r), r["left"], _says(r)),
+        )
+        for r in entry["rows"]
+    ]
+    columns = ("setup", "fault", "runs", "seconds", "longest", "right", "left", "it says")
+    setups = ", ".join(dict.fromkeys(row["setup"].partition(",")[0] for row in entry["rows"]))
+    return one_table(entry, f"Faults, {setups}", words, columns, rows)
+
+
+def _seconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.1f}"
+
+
+def _right(row: Mapping[str, Any]) -> str:
+    ends = {"named": "", "harmless": " go on", "unseen": " go on"}
+    return f"{row['right']} of {row['runs']}{ends[row['kind']]}"
+
+
+def _says(row: Mapping[str, Any]) -> str:
+    if row["says"]:
+        return str(row["says"])
+    return {"named": "", "harmless": "nothing, no harm is done", "unseen": "nothing: not seen"}[
+        row["kind"]
+    ]

@@ -41,6 +41,8 @@ def misbehave(rank: int) -> None:
     print(f"misbehaves at {time.time():.1f}", flush=True)
     if FAULT == "sleep":
         time.sleep(1000)
+    if FAULT == "exit":
+        sys.exit(0)
     if FAULT == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
 

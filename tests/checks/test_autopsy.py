@@ -79,6 +79,16 @@ def test_of_ranks_in_different_exchanges_the_fewest_are_to_blame(other):
     assert "ranks 0, 2 and 3 in segment 3 of 4" in autopsy.verdict
 
 
+def test_where_no_exchange_is_that_of_most_all_are_told():
+    others = [case(1, exchange="segment 2 of 4"), case(2, exchange="the broadcast", names=())]
+    autopsy = found(case(0), *others)
+    assert autopsy.blamed == (0, 1, 2)
+    assert autopsy.verdict.startswith("rank 0 (host host0) is in segment 3 of 4")
+    assert ", rank 1 in segment 2 of 4" in autopsy.verdict
+    assert ", rank 2 in the broadcast" in autopsy.verdict
+    assert autopsy.verdict.endswith(": they will never meet")
+
+
 def test_where_all_are_in_one_exchange_it_is_the_network():
     cut = case(2).model_copy(update={"unsent": ["10.0.0.3"]})
     autopsy = found(case(0), case(1), cut, case(3))

@@ -146,6 +146,26 @@ def test_the_others_end_and_name_the_rank(three, tmp_path, fault):
         assert autopsy.cases[BAD].state.step >= AT
 
 
+def exchanges_itself(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patched, (folder / f"{dist.get_rank()}").open("w") as said:
+        patched.setattr("sys.stderr", said)
+        with opened(folder) as session:
+            train(session, AT)
+            if dist.get_rank() == BAD:
+                end(session)
+            dist.all_reduce(torch.ones(3))
+
+
+def test_an_exchange_of_the_script_that_fails_is_explained(three, tmp_path):
+    with pytest.raises(RankFailure):
+        three.run(exchanges_itself, tmp_path, timeout=90)
+    for rank in {0, 1, 2} - {BAD}:
+        said = (tmp_path / f"{rank}").read_text()
+        assert re.search(
+            rf"slipstream.HangError: rank {rank}: .*: rank {BAD} \(host .* is sil", said
+        )
+
+
 # What is no hang.
 
 

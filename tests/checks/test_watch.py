@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -81,6 +82,15 @@ def test_a_run_that_hangs_ends_and_names_the_rank(tmp_path, launcher, words, bla
     if words == ["order"]:
         assert "is in broadcast (waits in faulty.py:" in autopsy.verdict
         assert "rank 1 in all_reduce (waits in faulty.py:" in autopsy.verdict
+
+
+def test_a_rank_that_ends_before_the_others_fail_is_named(tmp_path):
+    run = watched(tmp_path, PLAIN, "exit")
+    assert run.returncode == 1, run.stderr
+    host = os.uname().nodename
+    told = re.search("slipstream watch: (.* ended first, .*)", run.stderr)
+    assert told[1].startswith(f"rank 1 (host {host}) ended first, with code 0; rank 0 "), run.stderr
+    assert left_of(tmp_path) == []
 
 
 def test_ranks_that_all_sleep_on_purpose_do_not_hang(tmp_path):

@@ -5,7 +5,8 @@ Values in, values out; nothing here communicates. [Note: Who is to blame] in the
 1. ranks that give no sign of life;
 2. ranks that have ended, or left their loop, while others wait for them;
 3. ranks that wait for something else than the others do: data, a lock, a sleep;
-4. ranks in another exchange than most: the fewest;
+4. ranks in another exchange than most: the fewest; where no exchange has more ranks than
+   another, all;
 5. nobody: all are in the same exchange, and nothing arrives, so it is the network.
 """
 
@@ -193,13 +194,11 @@ def _verdict(
     for rank, state in sorted(states.items()):
         groups[_meeting_place(state)].append(rank)
     if len(groups) > 1:
-        (_, few), *_, (_, many) = sorted(groups.items(), key=lambda group: len(group[1]))
-        first, other = states[few[0]], states[many[0]]
-        words = (
-            f"{_at(first)} is in {_exchange(first)} ({_doing(first)}), {ranks_named(many)} in "
-            f"{_exchange(other)} ({_doing(other)}): they will never meet"
-        )
-        return few, words
+        (_, few), *_, (_, many) = by_size = sorted(groups.items(), key=lambda group: len(group[1]))
+        some_are_few = len(few) < len(many)
+        places = [few, many] if some_are_few else [ranks for _, ranks in by_size]
+        words = f"{_told_apart(places, states)}: they will never meet"
+        return (few if some_are_few else sorted(states)), words
     unsent = {address for case in cases.values() for address in case.unsent}
     where = f"; what is sent to {', '.join(sorted(unsent))} is not confirmed" if unsent else ""
     some = next(iter(states.values()))
@@ -239,6 +238,17 @@ def _awaited(waiting: Sequence[int], states: Mapping[int, RankState]) -> str:
         return "the exchange"
     state = states[waiting[0]]
     return f"{_exchange(state)}{_of_update(state)}"
+
+
+def _told_apart(places: Sequence[Sequence[int]], states: Mapping[int, RankState]) -> str:
+    """Ranks in exchanges that are not the same: of the first ones only one, with its host."""
+    first, *others = [(ranks, states[ranks[0]]) for ranks in places[:NAMES_SHOWN]]
+    return ", ".join(
+        [
+            f"{_at(first[1])} is in {_exchange(first[1])} ({_doing(first[1])})",
+            *(f"{ranks_named(r)} in {_exchange(one)} ({_doing(one)})" for r, one in others),
+        ]
+    )
 
 
 def _exchange(state: RankState) -> str:

@@ -158,6 +158,8 @@ class Heartbeat:
         ``__exit__`` of a session."""
         if isinstance(error, SystemExit):  # of the interpreter, which has printed what was raised
             error = getattr(sys, "last_value", None)
+        if isinstance(error, RuntimeError) and not self._told.is_set() and _lost_a_peer(error):
+            self._explain_of_the_script(error)
         words = "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
         self._left = f"{RAISED} {words[:WORDS]}" if words else "left its loop"
         self._closing.set()
@@ -165,6 +167,12 @@ class Heartbeat:
             thread.join(ANSWER_SECONDS)
         with suppress(OSError):
             self._own_file.unlink(missing_ok=True)
+
+    def _explain_of_the_script(self, error: RuntimeError) -> None:
+        """Print why an exchange that no session has made failed: it ends the script."""
+        failed = str(error).strip().splitlines()[0]
+        if (verdict := self.explain(failed)) is not None:
+            sys.stderr.write(f"slipstream.HangError: rank {self.rank}: {failed}: {verdict}\n")
 
     # The thread that beats.
 

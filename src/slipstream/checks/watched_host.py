@@ -71,6 +71,11 @@ class WatchedHost:
         self._ranks: dict[int, _Watched] = {}
         self._beat = self._world_size = 0
 
+    @property
+    def living(self) -> dict[int, int]:
+        """The processes of the ranks that lived at the last look."""
+        return {rank: w.process.pid for rank, w in self._ranks.items() if not w.ended}
+
     def forget(self) -> None:
         """Count the seconds without a sign of life from the next look on."""
         self._ranks.clear()

@@ -27,6 +27,7 @@ from slipstream.checks.board import Board, NoteStore
 from slipstream.checks.dumps import Dumps
 from slipstream.checks.limits import EXIT_CODE, interval_of
 from slipstream.checks.processes import adopt_orphans, end_all, reap
+from slipstream.checks.rank_ends import RankEnds
 from slipstream.checks.vitals import PROC
 from slipstream.checks.watch import Watch
 from slipstream.checks.watched_host import WatchedHost
@@ -92,8 +93,11 @@ def watch(
         child = _start(command, dumps)
         host = WatchedHost(os.getpid(), socket.gethostname(), dumps, interval_of(seconds))
         watching = Watch(host, seconds, board, hosts=hosts, host_rank=host_rank)
-        with _signals_passed_on(child):
-            found = _until_it_ends(child, watching)
+        ends = RankEnds(host.host)
+        with _signals_passed_on(child) as passed_on:
+            found = _until_it_ends(child, watching, host, ends)
+        if child.returncode != 0 and not passed_on and (first := ends.words):
+            _say(first)
         if found is None:
             watching.leave(time.monotonic())
             raise typer.Exit(child.returncode if child.returncode >= 0 else 128 - child.returncode)
@@ -106,15 +110,18 @@ def watch(
     raise typer.Exit(EXIT_CODE)
 
 
-def _until_it_ends(child: subprocess.Popen[bytes], watching: Watch) -> Autopsy | None:
+def _until_it_ends(
+    child: subprocess.Popen[bytes], watching: Watch, host: WatchedHost, ends: RankEnds
+) -> Autopsy | None:
     """Watch; an autopsy: it hangs."""
-    ends = select.poll()
+    ended = select.poll()
     descriptor = os.pidfd_open(child.pid)
-    ends.register(descriptor, select.POLLIN)
+    ended.register(descriptor, select.POLLIN)
     try:
-        while not ends.poll(1e3 * watching.interval):
+        while not ended.poll(1e3 * watching.interval):
             reap(but=child.pid)
             found = watching.beat(time.monotonic())
+            ends.follow(host.living)
             for hint in watching.hints():
                 _say(hint)
             if found is not None:
@@ -133,14 +140,18 @@ def _start(command: Sequence[str], dumps: Dumps) -> subprocess.Popen[bytes]:
 
 
 @contextmanager
-def _signals_passed_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
+def _signals_passed_on(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """Pass signals on to the command; gives those that came."""
+    passed_on: list[int] = []
+
     def pass_on(number: int, _: object) -> None:
+        passed_on.append(number)
         with suppress(ProcessLookupError):
             os.killpg(child.pid, number)
 
     before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
     try:
-        yield
+        yield passed_on
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
