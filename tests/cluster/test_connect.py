@@ -12,7 +12,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from slipstream.cluster.connect import Cluster, agree_on_start, connect, from_environ, local_gpu
 from slipstream.cluster.environment import Environment
@@ -159,7 +159,7 @@ def test_more_ranks_than_gpus_is_an_error(visible: int) -> None:
 
 
 def test_ranks_agree_on_a_start_whatever_the_dead_have_said() -> None:
-    store, timeout = dist.HashStore(), timedelta(seconds=30)
+    store, timeout = HashStore(), timedelta(seconds=30)
     for number in range(2):
         with ThreadPoolExecutor(3) as pool:
             late = [pool.submit(agree_on_start, store, rank, 3, timeout) for rank in (0, 1)]
@@ -168,4 +168,4 @@ def test_ranks_agree_on_a_start_whatever_the_dead_have_said() -> None:
             words = {one.result() for one in late}
         assert len(words) == 1
     with pytest.raises(RuntimeError, match="rank 1 has not come"):
-        agree_on_start(dist.HashStore(), 0, 2, timedelta(seconds=0.1))
+        agree_on_start(HashStore(), 0, 2, timedelta(seconds=0.1))
