@@ -95,9 +95,11 @@ def launch(
             console.print(Text(shown), soft_wrap=True)
             if not module and (hidden := own_strategy(script)):
                 console.print(Text(f"warning: {hidden}"), style="yellow", soft_wrap=True)
-    outcome = run(spec)
+    outcome = run(spec, _say_restart)
     if outcome.failure is not None:
         console.print(_failure(outcome.failure))
+    elif outcome.exit_code == 1:
+        console.print("a rank of another node has failed, and no restart is left")
     elif outcome.exit_code:
         console.print(f"stopped by signal {outcome.exit_code - 128}: no rank is left running")
     if spec.node_rank in (None, 0) or outcome.exit_code:
@@ -145,9 +147,21 @@ def _environment(spec: LaunchSpec) -> Panel:
     return Panel(table, title="distributed environment", title_align="left", expand=False)
 
 
-def _failure(failure: RankFailure) -> Panel:
+def _say_restart(failure: RankFailure | None) -> None:
+    """One line for who failed first, and one for its error."""
+    who = "a rank of another node failed" if failure is None else _cause(failure)
+    console.print(Text(f"{who}; all ranks start again", style="bold"), soft_wrap=True)
+    if failure is not None and failure.error:
+        console.print(Text(f"  {failure.error}"), soft_wrap=True)
+
+
+def _cause(failure: RankFailure) -> str:
     which = f"rank {failure.rank} (local rank {failure.local_rank}) on host {failure.host}"
-    cause = Text(f"{which} {failure.cause}", style="bold")
+    return f"{which} {failure.cause}"
+
+
+def _failure(failure: RankFailure) -> Panel:
+    cause = Text(_cause(failure), style="bold")
     log, excerpt = f"log: {failure.log}\n", failure.excerpt()
     return Panel(
         Group(cause, Text(log, overflow="fold"), Text(excerpt, overflow="fold")),

@@ -74,11 +74,16 @@ class RankLogs:
     Args:
         folder: for the logs; created if it does not exist.
         variables: set for every rank, in addition to the agent's.
+
+    Attributes:
+        paths: of this start, by rank.
+        restart: the number of this start, the same on all nodes; None: the agent's own count.
     """
 
     def __init__(self, folder: Path, variables: Mapping[str, str]) -> None:
         self.folder, self.variables = folder, variables
-        self.paths: dict[int, Path] = {}  # by global rank
+        self.paths: dict[int, Path] = {}
+        self.restart: int | None = None
         self.ends = Ends()
         self._tails: list[_Tail] = []
         try:
@@ -97,6 +102,8 @@ class RankLogs:
         from torch.distributed.elastic.multiprocessing import LogsDest
 
         for env in envs.values():
+            if self.restart is not None:
+                env["TORCHELASTIC_RESTART_COUNT"] = str(self.restart)
             restart = int(env["TORCHELASTIC_RESTART_COUNT"])
             suffix = f".restart{restart}.log" if restart else ".log"
             self.paths[int(env["RANK"])] = self.folder / f"rank{env['RANK']}{suffix}"

@@ -11,13 +11,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from slipstream.cluster import _rank
+from slipstream.cluster._agent import MONITOR_INTERVAL, Failures, run_ranks
 from slipstream.cluster._ends import LOOK_INTERVAL, End
 from slipstream.cluster._logs import (
     ERROR,
@@ -31,11 +32,8 @@ from slipstream.cluster.listen import TOKEN, digest, new_token, open_store, run_
 from slipstream.errors import LaunchError
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing import LogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-MONITOR_INTERVAL = 0.05
-"""Seconds between two looks at the ranks."""
 LOOK_SECONDS = 2.0
 """How long to wait for what other nodes, with the same folder of logs, note about their ranks."""
 LEAVE_SECONDS = 1.0
@@ -153,6 +151,11 @@ class RankFailure:
         name = signal.Signals(number).name if known else f"signal {number}"
         return f"was killed by {name}{' (maybe out of memory)' if name == 'SIGKILL' else ''}"
 
+    @property
+    def error(self) -> str:
+        """The line that names the error with which the rank's log ends; empty: there is none."""
+        return "" if self.returncode < 0 else _last_error(self.log, self.returncode) or ""
+
     def excerpt(self) -> str:
         """The last traceback in the rank's log, or its last lines."""
         return excerpt(self.log, self.returncode)
@@ -166,12 +169,19 @@ class Outcome:
     failure: RankFailure | None = None
 
 
-def run(spec: LaunchSpec) -> Outcome:
+def run(
+    spec: LaunchSpec, on_restart: Callable[[RankFailure | None], None] = lambda failure: None
+) -> Outcome:
     """Start the ranks of this node and wait for them; none is running when this returns.
 
     Rank ``r`` logs to ``log_dir/rank<r>.log`` (``.restart<n>.log`` after restart n); rank 0's
     output is copied to stdout as it comes. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed to all
     ranks, which are killed if they run for 30 s more. Call it in the main thread.
+
+    Args:
+        spec: what to start.
+        on_restart: called before the ranks start again, with the one that failed first; None: it
+            was on a node whose logs are elsewhere.
 
     Raises:
         LaunchError: the log folder cannot be written, or the nodes do not meet.
@@ -179,8 +189,7 @@ def run(spec: LaunchSpec) -> Outcome:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
     variables = {**spec.variables}
     if spec.nnodes == 1:  # several nodes have no word in common but what their users set
@@ -189,21 +198,29 @@ def run(spec: LaunchSpec) -> Outcome:
     arguments = ["-m"] * spec.module + [spec.script, *spec.args]
     # The agent substitutes ${local_rank} in arguments (string.Template); $$ stands for a plain $.
     arguments = [argument.replace("$", "$$") for argument in arguments]
-    python = ("-I", "-S", _rank.__file__)
+    argv = [sys.executable, "-I", "-S", _rank.__file__, *arguments]
+
+    def first(failures: Failures) -> RankFailure | None:
+        return _first_failure(failures, logs, several=spec.nnodes > 1)
+
+    def restart(failures: Failures) -> None:
+        on_restart(first(failures))
+
+    def ended(failure: RankFailure | None) -> Outcome:
+        logs.ends.close(forget=False)
+        return Outcome(1 if failure is None else failure.exit_code, failure)
+
     try:
         with _quiet_and_interruptible(), logs, _meeting_point(spec):
-            elastic_launch(_config(spec, logs), sys.executable)(*python, *arguments)
+            run_ranks(argv, spec.nproc, _rendezvous(spec), spec.max_restarts, logs, restart)
     except ChildFailedError as error:
-        failure = _first_failure(error.failures, logs, several=spec.nnodes > 1)
-        return Outcome(failure.exit_code, failure)
+        return ended(first(error.failures))
     except SignalException as error:
         return Outcome(128 + error.sigval)
+    except RendezvousClosedError:
+        return ended(first({}))
     except (DistError, RendezvousError) as error:
-        raise LaunchError(
-            f"the {spec.nnodes} nodes did not meet ({spec.rendezvous}): {error}\nCheck that every "
-            "node was started with this endpoint and its own --node-rank, and that the port is "
-            "free and reachable."
-        ) from error
+        raise LaunchError(_apart(spec, met=logs.restart is not None, error=error)) from error
     logs.ends.close(forget=True)
     return Outcome(0)
 
@@ -233,28 +250,44 @@ def _meeting_point(spec: LaunchSpec) -> Iterator[None]:
     del store
 
 
-def _config(spec: LaunchSpec, logs: RankLogs) -> LaunchConfig:
-    from torch.distributed.launcher.api import LaunchConfig
+def _rendezvous(spec: LaunchSpec) -> RendezvousParameters:
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
 
     alone = spec.nnodes == 1 and spec.rdzv_endpoint is None
     rank = {} if spec.node_rank is None else {"rank": spec.node_rank}
-    return LaunchConfig(
+    return RendezvousParameters(
+        backend=spec._backend,
+        endpoint=spec.rdzv_endpoint or "127.0.0.1:0",
+        run_id=f"slipstream-{digest(run_token())}",  # nodes of another token are another run
         min_nodes=spec.nnodes,
         max_nodes=spec.nnodes,
-        nproc_per_node=spec.nproc,
-        run_id=f"slipstream-{digest(run_token())}",  # nodes of another token are another run
-        rdzv_backend=spec._backend,
-        rdzv_endpoint=spec.rdzv_endpoint or "127.0.0.1:0",
-        rdzv_configs={"timeout": JOIN_TIMEOUT, **rank},
         local_addr="127.0.0.1" if alone else None,
-        max_restarts=spec.max_restarts,
-        monitor_interval=MONITOR_INTERVAL,
-        logs_specs=cast("LogsSpecs", logs),
+        timeout=JOIN_TIMEOUT,  # of static
+        join_timeout=JOIN_TIMEOUT,  # of c10d
+        **rank,
     )
 
 
-def _first_failure(failures: Mapping[int, Any], logs: RankLogs, several: bool) -> RankFailure:
-    """The rank that began it; see `blame`."""
+def _apart(spec: LaunchSpec, met: bool, error: Exception) -> str:
+    """Why nodes do not meet, or not again, in words."""
+    if met and type(error).__name__ == "RendezvousConnectionError":
+        return (
+            f"the store at which the {spec.nnodes} nodes meet ({spec.rdzv_endpoint}) does not "
+            "answer: the launcher that keeps it has ended, or its host is down or cut off. No rank "
+            "is left on this node. Start the run again with the same command, on each node that "
+            "says so; a script with slipstream.Checkpoints goes on from the newest one"
+        )
+    return (
+        f"the {spec.nnodes} nodes did not meet ({spec.rendezvous}): {error}\nCheck that every "
+        "node was started with this endpoint and its own --node-rank, and that the port is free "
+        "and reachable."
+    )
+
+
+def _first_failure(
+    failures: Mapping[int, Any], logs: RankLogs, several: bool
+) -> RankFailure | None:
+    """The rank that began it; see `blame`. None: one of another node, which notes it elsewhere."""
     host = socket.gethostname()
     known = [
         End(rank, one.local_rank, host, one.exitcode, one.timestamp, str(logs.paths[rank]))
@@ -262,9 +295,10 @@ def _first_failure(failures: Mapping[int, Any], logs: RankLogs, several: bool) -
     ]
     deadline = time.monotonic() + (LOOK_SECONDS if several else MONITOR_INTERVAL)
     while True:
-        failure = blame([*known, *End.read(logs.folder)])
-        if not failure.missing or time.monotonic() > deadline:
-            logs.ends.close(forget=False)
+        ends = [*known, *End.read(logs.folder)]
+        failure = blame(ends) if ends else None
+        sure = failure is not None and not failure.missing
+        if sure or time.monotonic() > deadline:
             return failure
         time.sleep(LOOK_INTERVAL)  # nothing wakes us up when another process writes its note
 
@@ -293,24 +327,24 @@ def _misses_another(end: End) -> bool:
     """Whether all that a rank's log says is that another one has left."""
     if end.returncode < 0 and end.returncode not in (-signal.SIGTERM, -signal.SIGABRT):
         return False
-    return PEER_IS_GONE.search(_last_error(end) or "") is not None
+    return PEER_IS_GONE.search(_last_error(Path(end.log), end.returncode) or "") is not None
 
 
 def _own_error(end: End) -> int:
     """The exit code of a rank by its log: 1 if that ends with an error of its own."""
-    return int(bool(_last_error(end)))
+    return int(bool(_last_error(Path(end.log), end.returncode)))
 
 
-def _last_error(end: End) -> str | None:
+def _last_error(log: Path, returncode: int) -> str | None:
     """The line that names the error with which a rank's log ends."""
     try:
-        text = excerpt(Path(end.log), max(end.returncode, 1))
+        text = excerpt(log, max(returncode, 1))
     except OSError:
         return None
     errors = ERROR.findall(text)
     if errors:
         return str(errors[-1])
-    return last_lines(text, 3) if end.returncode == -signal.SIGABRT else None
+    return last_lines(text, 3) if returncode == -signal.SIGABRT else None
 
 
 @contextmanager
