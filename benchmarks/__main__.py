@@ -42,7 +42,7 @@ ON_ROADS = " ".join(f"{codec} '{codec} / direct' '{codec} / sharded'" for codec 
 SIZES = "--kilobytes 256 1024 4096 16384 65536"
 ALONE = (
     "loading", "balance", "large_batch", "soak", "tuner", "overhead", "times", "operators",
-    "tensor_parallel", "bubbles", "offload", "unequal", "checks",
+    "tensor_parallel", "bubbles", "offload", "unequal", "checks", "lost_hosts",
 )  # fmt: skip
 """Modules whose one result has their name."""
 

@@ -22,6 +22,7 @@ TABLES: Mapping[str, Callable[[Entry], Result]] = {
     "loading": training.loading,
     "local": training.local,
     "unequal": training.unequal,
+    "lost_hosts": planning.lost_hosts,
     "memory": exchanges.memory,
     "offload": computing.offload,
     "operators": exchanges.operators,

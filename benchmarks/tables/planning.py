@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.result import Entry, Result, Table, measured_with, one_table, span, yes
@@ -105,3 +105,41 @@ def blame(entry: Entry) -> Result:
     rows = [(r["place"], r["fault"], f"{r['right']} of {r['runs']}") for r in entry["rows"]]
     title = f"Blame, {'; '.join(cases)}"
     return one_table(entry, title, words, ("place", "fault", "right"), rows)
+
+
+def lost_hosts(entry: Entry) -> Result:
+    """What became of a run that lost a host to each fault."""
+    words = (
+        f"{entry['hosts']} emulated hosts, {entry['updates']} updates. {same_bits(entry)} Seconds "
+        "are counted from the fault to the first word of a launcher, and to the next update."
+    )
+    rows = [
+        (
+            *(r["fault"], r["host"], f"{r['to_error']:.1f}", f"{r['to_training']:.1f}"),
+            *(r["again"], given_anew(r["anew"], entry["hosts"])),
+        )
+        for r in entry["rows"]
+    ]
+    columns = (
+        "fault", "host", "s to the error", "s to training", "updates done again",
+        "command given anew",
+    )  # fmt: skip
+    return one_table(entry, "Lost hosts", words, columns, rows)
+
+
+def same_bits(entry: Entry) -> str:
+    """Whether a disturbed run has ended as the undisturbed one, in a sentence."""
+    undisturbed, disturbed = entry["digests"]
+    if len(undisturbed) == 1 and undisturbed == disturbed and entry["same_losses"]:
+        return (
+            f"All {entry['losses']:,} losses of its ranks, those of updates that were done again "
+            "included, and the parameters at the end have the bits of the undisturbed run."
+        )
+    return "**It has not the bits of the undisturbed run.**"
+
+
+def given_anew(hosts: Sequence[str], every: int) -> str:
+    """Where the command was given anew, in words."""
+    if not hosts:
+        return "no"
+    return "on all hosts" if len(hosts) == every else f"on {', '.join(hosts)}"

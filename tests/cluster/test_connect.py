@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from slipstream.cluster.connect import Cluster, connect, from_environ, local_gpu
+from slipstream.cluster.connect import Cluster, agree_on_start, connect, from_environ, local_gpu
 from slipstream.cluster.environment import Environment
 from slipstream.errors import ClusterError
 from tests.harness.ranks import Ranks
@@ -155,3 +156,16 @@ def test_a_rank_gets_the_gpu_of_its_local_rank_or_the_only_one(
 def test_more_ranks_than_gpus_is_an_error(visible: int) -> None:
     with pytest.raises(ClusterError, match=f"rank 7 on here has local rank 2, but sees {visible}"):
         local_gpu(Environment(rank=7, local_rank=2, host="here"), visible)
+
+
+def test_ranks_agree_on_a_start_whatever_the_dead_have_said() -> None:
+    store, timeout = dist.HashStore(), timedelta(seconds=30)
+    for number in range(2):
+        with ThreadPoolExecutor(3) as pool:
+            late = [pool.submit(agree_on_start, store, rank, 3, timeout) for rank in (0, 1)]
+            time.sleep(0.1 * number)  # the first one reads what rank 2 said in its earlier life
+            late.append(pool.submit(agree_on_start, store, 2, 3, timeout))
+            words = {one.result() for one in late}
+        assert len(words) == 1
+    with pytest.raises(RuntimeError, match="rank 1 has not come"):
+        agree_on_start(dist.HashStore(), 0, 2, timedelta(seconds=0.1))

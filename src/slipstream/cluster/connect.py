@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
@@ -22,11 +23,13 @@ from torch.distributed.rendezvous import rendezvous
 from slipstream.cluster import groups
 from slipstream.cluster._ends import note_leaving
 from slipstream.cluster.environment import Environment
-from slipstream.cluster.listen import admit, open_store, run_token
+from slipstream.cluster.listen import admit, new_token, open_store, run_token
 from slipstream.cluster.topology import ranks_by_host
 from slipstream.errors import ClusterError
 
 TIMEOUT = timedelta(minutes=10)
+AGREE_INTERVAL = 0.02
+"""Seconds between two looks of the first rank for the others."""
 
 # A process may connect, close and connect again. The store of an address is kept open: a rank that
 # comes early to the next rendezvous must not meet one that is about to be closed. The number of the
@@ -189,12 +192,14 @@ def _init_world(environment: Environment, device: torch.device, timeout: timedel
             _stores[url] = store, count()
         store, meetings = _stores[url]
         # the store of torch's agent outlives a restart, and has the addresses of those that died
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        start = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(meetings)}"
         store.set_timeout(timeout)
         run = admit(store, run_token(), url.removeprefix("tcp://"))
+        if environment.num_nodes > 1 and _store_is_the_agents():
+            start = agree_on_start(PrefixStore(f"slipstream/{run}", store), *ranks, timeout)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=PrefixStore(f"slipstream/{run}/{restarts}/{next(meetings)}", store),
+            store=PrefixStore(f"slipstream/{run}/{start}", store),
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=timeout,
@@ -206,10 +211,46 @@ def _init_world(environment: Environment, device: torch.device, timeout: timedel
         raise ClusterError(_rendezvous_advice(environment, timeout, error)) from error
 
 
+def agree_on_start(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """Agree on a word for this start of all ranks, in a store that outlives them.
+
+    Nodes under torchrun count restarts each for itself, and differently. So every rank brings a
+    word of its own, and the first rank answers with its own until all have heard that: what the
+    dead have said is answered, too, and nobody hears it.
+
+    Raises:
+        RuntimeError: a rank does not come.
+    """
+    own = new_token()
+    store.set(f"brought/{rank}", own)
+    if rank:
+        start = store.get(f"answer/{own}").decode()
+        store.set(f"heard/{start}/{rank}", "")
+        return start
+    until = time.monotonic() + timeout.total_seconds()
+    answered: dict[int, bytes] = {}
+    missing = [*range(1, world_size)]
+    while missing := [other for other in missing if not store.check([f"heard/{own}/{other}"])]:
+        for other in missing:
+            if store.check([f"brought/{other}"]):
+                word = store.get(f"brought/{other}")
+                if answered.get(other) != word:
+                    answered[other] = word
+                    store.set(f"answer/{word.decode()}", own)
+        if time.monotonic() > until:
+            raise RuntimeError(f"rank {missing[0]} has not come")
+        time.sleep(AGREE_INTERVAL)
+    return own
+
+
+def _store_is_the_agents() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
 def _keeper(environment: Environment) -> TCPStore | None:
     """The store of the first rank, on the interface of its address; None: another process has it,
     or the address is none of this machine, and torch listens on all."""
-    if environment.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+    if environment.rank or _store_is_the_agents():
         return None
     with suppress(OSError):
         address, port = str(environment.master_addr), int(environment.master_port or 0)

@@ -217,7 +217,12 @@ def run(
         return ended(first(error.failures))
     except SignalException as error:
         return Outcome(128 + error.sigval)
-    except RendezvousClosedError:
+    except RendezvousClosedError as error:
+        if logs.restart is None:
+            raise LaunchError(
+                f"the run that meets at {spec.rdzv_endpoint} has ended: give this one another "
+                f"{TOKEN}, or start the store there anew"
+            ) from error
         return ended(first({}))
     except (DistError, RendezvousError) as error:
         raise LaunchError(_apart(spec, met=logs.restart is not None, error=error)) from error

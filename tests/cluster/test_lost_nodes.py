@@ -1,0 +1,75 @@
+"""Two nodes whose ranks fail in every way start them again together, also where one node is lost.
+
+The store at which they meet is in this process, and outlives both.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slipstream.cluster.listen import open_store
+
+SCRIPT = """
+import os, pathlib, signal, sys, time
+rank, start = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+pathlib.Path(f"start{start}.rank{rank}").write_text(os.environ["MASTER_PORT"])
+while not pathlib.Path(f"start{start}.rank{1 - int(rank)}").exists():
+    time.sleep(0.02)
+if start == 0:
+    sys.exit(0 if rank == "1" else 3)
+if start == 1:
+    os.kill(os.getpid(), signal.SIGSTOP if rank == "0" else signal.SIGKILL)
+if start == 2:
+    while not pathlib.Path("a node is lost").exists():
+        time.sleep(0.02)
+    sys.exit(4)
+"""
+LAUNCH = [sys.executable, "-c", "from slipstream.cli.main import main; main()", "launch"]
+
+
+def wait(happened: Callable[[], bool], nodes: dict[str, subprocess.Popen[str]]) -> None:
+    until = time.monotonic() + 200
+    while not happened():
+        assert all(node.poll() is None for node in nodes.values())
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.timeout(400)
+def test_nodes_start_their_ranks_again_together(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    store = open_store("127.0.0.1", 0)
+    options = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{store.port}"]
+    options += ["--max-restarts", "3", "--log-dir", "logs"]
+
+    def begin() -> subprocess.Popen[str]:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen([*LAUNCH, *options, "train.py"], cwd=tmp_path, **pipes)
+
+    nodes = {"stays": begin(), "lost": begin()}
+    try:
+        third = [tmp_path / f"start2.rank{rank}" for rank in (0, 1)]
+        wait(lambda: all(path.exists() for path in third), nodes)
+        lost = nodes.pop("lost")
+        lost.kill()
+        lost.communicate()
+        (tmp_path / "a node is lost").touch()
+        nodes["new"] = begin()
+        said = {name: node.communicate(timeout=200)[1] for name, node in nodes.items()}
+    finally:
+        for node in nodes.values():
+            node.kill()
+            node.communicate()
+    assert [node.returncode for node in nodes.values()] == [0, 0], said
+    ports = [[(tmp_path / f"start{n}.rank{r}").read_text() for r in (0, 1)] for n in range(4)]
+    assert all(one == other for one, other in ports)
+    assert len({one for one, _ in ports}) == 4  # what ranks wrote before is not there
+    assert said["stays"].count("all ranks start again") == 3
+    assert "was killed by SIGKILL" in said["stays"]
+    assert "did not meet" not in said["new"]
