@@ -37,7 +37,8 @@ def launch(
         int | None, Option(help="Index of this node, from 0. By default the rendezvous assigns it.")
     ] = None,
     rdzv_endpoint: Annotated[
-        str | None, Option(metavar="HOST:PORT", help="Address on node 0 where the nodes meet.")
+        str | None,
+        Option(metavar="HOST:PORT", help="Where the nodes meet: on node 0, or at a store."),
     ] = None,
     max_restarts: Annotated[int, Option(help="Restarts of the ranks after a failure.")] = 0,
     islands: Annotated[

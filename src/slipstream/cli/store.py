@@ -1,4 +1,4 @@
-"""``slipstream store``: where jobs that come and go meet."""
+"""``slipstream store``: where jobs or nodes that come and go meet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def store(
         str, Option(help="Name or address of the interface that it listens on.")
     ] = "127.0.0.1",
 ) -> None:
-    """Keep what jobs under local.rendezvous have in common, until Ctrl-C.
+    """Keep what jobs under local.rendezvous have in common, or nodes of launch, until Ctrl-C.
 
     Start it on a machine that stays; the jobs may come and go. A run needs a store of its own.
     Only jobs with its token in SLIPSTREAM_TOKEN are taken in; it prints one, unless there is one.
