@@ -243,7 +243,8 @@ class Session:
         assert self.bed.popen(host, argv).wait() == 0
 
     def _lines(self, text: str) -> list[str]:
-        """Without the frames of panels, and with paths from the folder on."""
+        """Without the panel of a start and the frames of others, with paths from the folder on."""
+        text = re.sub(r"(?s)╭─ distributed environment.*?╯\n", "", text)
         text = text.replace(f"{self.folder}/", "")
         lines = (re.sub(r"^[│╭╰ ]*[─ ]*|[─│╮╯ ]*$", "", line) for line in text.splitlines())
         return [line for line in lines if line]
@@ -274,6 +275,8 @@ def train(updates: int, faults: dict[str, int], console: Console) -> Trained:
         session = Session(bed, folder, updates, console)
         at = {name: FIRST + APART * number for number, name in enumerate(faults)}
         session.prepare((name, f"node{host}", at[name]) for name, host in faults.items())
+        if KEPT in faults and FIRST_LOST not in faults:
+            session.keep_store()
         commands = [shlex.join(session.command)]
         for host in session.hosts:
             session.type_command(host)

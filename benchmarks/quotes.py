@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from benchmarks.result import Entry, Table
 from benchmarks.tables.exchanges import exchange, on_accelerator
+from benchmarks.tables.planning import same_bits
 
 Results = Mapping[str, Entry]
 """All results, by the names of their files."""
@@ -24,6 +25,8 @@ EXACT = {
 """Columns of the table of exact strategies, and rows of the results."""
 MODELS = ("resnet50", "vgg16", "swin-t", "bert")
 RATES = ("1gbit", "300mbit")
+SAID_LINES, SAID_WIDTH = 6, 400
+"""What is shown of the words of a launcher: lines, and characters of each."""
 
 
 def _to(values: Sequence[float], digits: int = 2) -> str:
@@ -427,6 +430,43 @@ def auto_choices(every: Results) -> str:
     return Table(headings, rows).markdown
 
 
+def lost_hosts_commands(every: Results) -> str:
+    """The commands that were given, in order."""
+    return _typed(*(f"$ {command}" for command in every["lost-hosts"]["commands"]))
+
+
+def lost_hosts_session(every: Results) -> str:
+    """Fault by fault, what the terminals said."""
+    entry = every["lost-hosts"]
+    return "\n\n".join(
+        f"**{row['fault']}**: {row['host']}, update {row['update']}.\n\n{_typed(*_terminals(row))}"
+        for row in entry["rows"]
+    )
+
+
+def lost_hosts_bits(every: Results) -> str:
+    """Whether the run has ended as the undisturbed one."""
+    return same_bits(every["lost-hosts"])
+
+
+def _terminals(row: Mapping[str, Any]) -> Iterator[str]:
+    """What each host said, those together that said the same."""
+    hosts: dict[tuple[str, ...], list[str]] = {}
+    for host, lines in row["said"].items():
+        if lines:
+            hosts.setdefault(tuple(lines), []).append(host)
+    for lines, named in hosts.items():
+        yield f"{', '.join(named)}:"
+        for line in lines[:SAID_LINES]:
+            yield f"  {line[:SAID_WIDTH]}{' ...' * (len(line) > SAID_WIDTH)}"
+    if row["anew"]:
+        yield f"(the command is given anew on {', '.join(row['anew'])})"
+
+
+def _typed(*lines: str) -> str:
+    return "\n".join(["```", *lines, "```"])
+
+
 QUOTES: Mapping[str, Callable[[Results], str]] = {
     quote.__name__.replace("_", "-"): quote
     for quote in (
@@ -436,7 +476,7 @@ QUOTES: Mapping[str, Callable[[Results], str]] = {
         recompute_cost,
         recompute_rivals, recompute_times, largest_batch, optimizer_gains, optimizer_gains_cuda,
         operators_within, prediction_errors, replay_errors, prediction_orders, advice_kept,
-        auto_choices,
+        auto_choices, lost_hosts_commands, lost_hosts_session, lost_hosts_bits,
     )
 }  # fmt: skip
 """By name: ``sharded_gain`` is ``<!-- quote: sharded-gain -->``."""
