@@ -25,7 +25,7 @@ EXACT = {
 """Columns of the table of exact strategies, and rows of the results."""
 MODELS = ("resnet50", "vgg16", "swin-t", "bert")
 RATES = ("1gbit", "300mbit")
-SAID_LINES, SAID_WIDTH = 6, 400
+SAID_LINES, SAID_WIDTH = 8, 400
 """What is shown of the words of a launcher: lines, and characters of each."""
 
 

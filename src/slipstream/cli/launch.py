@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -89,6 +90,7 @@ def launch(
         log_dir=log_dir or log_folder(),
         variables=variables,
     )
+    _import_torch_quietly()
     if spec.node_rank in (None, 0):
         console.print(_environment(spec))
         if strategy is not None:
@@ -106,6 +108,17 @@ def launch(
     if spec.node_rank in (None, 0) or outcome.exit_code:
         console.print(Text(f"logs: {spec.log_dir.resolve()}"), soft_wrap=True)
     raise typer.Exit(outcome.exit_code)
+
+
+def _import_torch_quietly() -> None:
+    """Where a store is gone, torch's C++ prints its stack, and `LaunchError` says it in a line."""
+    variable = "TORCH_CPP_LOG_LEVEL"  # read when torch is imported; the ranks do not get it
+    if variable in os.environ:
+        return
+    os.environ[variable] = "ERROR"
+    import torch  # noqa: F401
+
+    del os.environ[variable]
 
 
 def _refuse_with_islands(nproc: str, nnodes: int) -> None:
