@@ -111,7 +111,7 @@ def launch(
 
 
 def _import_torch_quietly() -> None:
-    """Where a store is gone, torch's C++ prints its stack, and `LaunchError` says it in a line."""
+    """Import torch so that its C++ prints no stack where a store is gone: `LaunchError` says so."""
     variable = "TORCH_CPP_LOG_LEVEL"  # read when torch is imported; the ranks do not get it
     if variable in os.environ:
         return
