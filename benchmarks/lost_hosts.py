@@ -101,7 +101,8 @@ class Session:
     def command(self) -> list[str]:
         """What is typed on each host."""
         words = f"launch --nnodes {HOSTS} --rdzv-endpoint {self.endpoint} --max-restarts 20"
-        return ["slipstream", *words.split(), "--log-dir", LOGS, "train.py", "shared"]
+        options = [*words.split(), "--log-dir", LOGS]
+        return ["slipstream", *options, "train.py", "shared", str(self.updates)]
 
     def prepare(self, faults: Iterable[tuple[str, str, int]]) -> None:
         """Fill the folder."""
@@ -117,7 +118,7 @@ class Session:
         _, *words = self.command
         self.launchers[host.index] = self.bed.popen(
             host,
-            [sys.executable, "-m", "slipstream", *words, str(self.updates)],
+            [sys.executable, "-m", "slipstream", *words],
             {"SLIPSTREAM_TOKEN": TOKEN, "COLUMNS": "100"},
             cwd=self.folder,
             stdin=subprocess.DEVNULL,

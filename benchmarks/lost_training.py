@@ -1,6 +1,6 @@
 """A small training on handwritten digits in which faults strike, each of them once.
 
-    slipstream launch ... benchmarks/lost_training.py FOLDER
+    slipstream launch ... benchmarks/lost_training.py FOLDER UPDATES
 
 `lost_hosts` starts it on each host. FOLDER is shared: ``faults.json`` says what strikes which host
 at which update; ``disk`` is a small file system for the checkpoints. A fault leaves a file, so that

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from statistics import median
 from typing import Any
 
@@ -25,8 +26,8 @@ EXACT = {
 """Columns of the table of exact strategies, and rows of the results."""
 MODELS = ("resnet50", "vgg16", "swin-t", "bert")
 RATES = ("1gbit", "300mbit")
-SAID_LINES, SAID_WIDTH = 8, 400
-"""What is shown of the words of a launcher: lines, and characters of each."""
+TERMINALS, SAID_LINES, SAID_WIDTH = 2, 8, 400
+"""What is shown of the words of launchers: of how many, lines, and characters of each."""
 
 
 def _to(values: Sequence[float], digits: int = 2) -> str:
@@ -450,13 +451,14 @@ def lost_hosts_bits(every: Results) -> str:
 
 
 def _terminals(row: Mapping[str, Any]) -> Iterator[str]:
-    """What each host said, those together that said the same."""
+    """What the host said, and the first that said something else; those together that said the
+    same."""
     hosts: dict[tuple[str, ...], list[str]] = {}
-    for host, lines in row["said"].items():
-        if lines:
+    for host in sorted(row["said"], key=lambda host: host != row["host"]):
+        if lines := row["said"][host]:
             hosts.setdefault(tuple(lines), []).append(host)
-    for lines, named in hosts.items():
-        yield f"{', '.join(named)}:"
+    for lines, named in islice(hosts.items(), TERMINALS):
+        yield f"{', '.join(sorted(named))}:"
         for line in lines[:SAID_LINES]:
             yield f"  {line[:SAID_WIDTH]}{' ...' * (len(line) > SAID_WIDTH)}"
     if row["anew"]:
