@@ -237,3 +237,53 @@ def test_a_device_that_computes_wrongly_is_named():
         loss = Unsteady.apply(model(torch.ones(2, 4))).square().mean()
         with pytest.raises(ProofError, match="the gradient of weight was computed twice"):
             session.backward(loss)
+
+
+# Inputs, which are compared, too.
+
+
+class WithExtra(nn.Module):
+    """Takes one more input than it uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, extra: object = None) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x)
+        return out
+
+
+EXTRAS: dict[str, Callable[[], object]] = {
+    "nothing": lambda: None,
+    "rows that are sparse": lambda: torch.eye(3).to_sparse_csr(),
+    "nested": lambda: torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.as_nested_tensor(
+        [torch.ones(2), torch.ones(3)], layout=torch.jagged
+    ),
+    "no data": lambda: torch.empty(3, device="meta"),
+    "a view": lambda: torch.ones(1, 2).expand(3, 2).t(),
+}
+
+
+def with_extra(extra: str) -> list[str]:
+    """Two forwards an update, of which the second gets the same on all ranks."""
+    model = WithExtra()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        slipstream.accelerate(model, optimizer, strategy={"checks": {"every": 1}}) as session,
+    ):
+        warnings.simplefilter("always", UserWarning)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(100 * step + session.rank)
+            own = session.model(torch.randn(8, 6, generator=generator), EXTRAS[extra]())
+            fixed = session.model(torch.ones(8, 6))
+            session.backward((own - fixed).square().mean())
+            session.step()
+    return [str(w.message) for w in caught if "same" in str(w.message)]
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_inputs_of_any_kind_raise_no_alarm(three, extra):
+    assert three.run(with_extra, extra) == [[]] * 3

@@ -73,8 +73,8 @@ class Proof:
         self._samples: AverageSamples | None = None
         self._kept: CodecSample | None = None  # after an update
         self._lost: tuple[int, str] | None = None  # after how many updates, and of which segment
-        self._inputs: object = None  # of the last forward
-        self._same_inputs: Digest | None = None  # of one that is checked
+        self._due = self.is_due(0)  # whether the update that comes is checked
+        self._inputs: list[object] = []  # of its forwards
         self.close = attach(model.register_forward_pre_hook, self._forward_begins, with_kwargs=True)
         self._warned: set[str] = set()
 
@@ -91,14 +91,12 @@ class Proof:
     def begin(self, step: int) -> None:
         """A backward pass that ends in an exchange begins."""
         kept, self._kept = self._kept, None
-        inputs, self._inputs = tensors(self._inputs), None
         if kept is not None and (changed := _changed(kept, self._engine.codec_sample())):
             self._lost = self._lost or (step, changed)
         self._samples = None
         if self.is_due(step) and self._dims.data is not None and not self._apart:
             assert self._every is not None
             self._samples = AverageSamples((step + 1) // self._every)
-            self._same_inputs = digest(inputs) if any(map(torch.Tensor.numel, inputs)) else None
         self._engine.sample(self._samples)
 
     def replay(self, loss: torch.Tensor, step: int) -> None:
@@ -139,6 +137,8 @@ class Proof:
         Raises:
             ProofError: on all ranks alike.
         """
+        self._due = self.is_due(step)
+        inputs, self._inputs = self._inputs, []
         if self._dims.data is None:
             return
         if self._apart:
@@ -146,7 +146,7 @@ class Proof:
             return
         self._kept = self._engine.codec_sample()
         if used and self.is_due(step - 1):
-            self._check_average(step)
+            self._check_average(step, _digest_of_inputs(inputs))
             if apart := self._first_difference(self._alike(), step):
                 raise ProofError(f"update {step}: {apart}")
 
@@ -169,15 +169,15 @@ class Proof:
 
     # The average.
 
-    def _check_average(self, step: int) -> None:
+    def _check_average(self, step: int, inputs: Digest | None) -> None:
         samples, self._samples = self._samples, None
         self._engine.sample(None)
         if samples is None:
             return
         assert self._dims.data is not None
-        own = [sample.result() for sample in samples.buckets], self._same_inputs, self._lost
+        own = [sample.result() for sample in samples.buckets], inputs, self._lost
         gathered = gather_objects(own, "the sketches of averages", self._dims.data)
-        everyone, inputs, lost = zip(*gathered, strict=True)
+        everyone, all_inputs, lost = zip(*gathered, strict=True)
         for rank, found in zip(self._dims.data_ranks, lost, strict=True):
             if found is not None:
                 raise ProofError(
@@ -204,7 +204,7 @@ class Proof:
         gradients = [
             tuple(s.own for s in one) if any(s.norm for s in one) else None for one in everyone
         ]
-        for what, values in (("gradients", gradients), ("inputs", inputs)):
+        for what, values in (("gradients", gradients), ("inputs", all_inputs)):
             if same := self._repeated(values):
                 self._warn_once(
                     "same data",
@@ -221,8 +221,8 @@ class Proof:
 
     def _forward_begins(self, module: nn.Module, args: object, kwargs: object) -> None:
         """Masks of dropout differ between ranks on the same data, their inputs do not."""
-        if torch.is_grad_enabled():
-            self._inputs = args, kwargs
+        if self._due and torch.is_grad_enabled():
+            self._inputs.append((args, kwargs))
 
     def _warn_once(self, kind: str, text: str) -> None:
         """Warn of what may be meant."""
@@ -340,6 +340,15 @@ class Proof:
                 f"{shown}; they have drifted apart since the last check, {ago} updates ago"
             )
         return f"ranks differ in {what}"
+
+
+def _digest_of_inputs(inputs: list[object]) -> Digest | None:
+    """The digest of all that forwards got; None: nothing, or nothing whose values can be read."""
+    plain = [t for t in tensors(inputs) if type(t) is torch.Tensor and t.numel()]
+    try:
+        return digest(plain) if plain else None
+    except RuntimeError:  # nested, sparse by rows, without data, or of a transform that has ended
+        return None
 
 
 def _changed(kept: CodecSample, now: CodecSample) -> str | None:
