@@ -2,15 +2,19 @@
 
     python -m benchmarks.checks --json results/checks.json
 
-Each turn trains every variant for some updates, in an order of its own; the updates of a turn
-contain the proofs that fall into them. Ratios are of turns.
+The updates of all variants take turns, in an order shuffled each time; ratios are of rounds of 100
+updates, one of which is proved where there is a proof. As all sessions are open at once, what the
+threads of the heartbeat compute is measured apart.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import threading
 import time
+from contextlib import ExitStack
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -20,11 +24,13 @@ from rich.console import Console
 from rich.progress import track
 from torch import nn
 
-import slipstream
 from benchmarks.cases import as_ranks
-from benchmarks.iteration import quartiles
+from benchmarks.iteration import Iterate, accelerated, quartiles
 from benchmarks.record import finish
-from benchmarks.turns import joined_ranks
+from benchmarks.turns import joined_ranks, slowest
+from slipstream.session.session import Session
+
+AnySession = Session[nn.Module, torch.optim.SGD]
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "none": {"timeout": None, "nonfinite": "allow"},
@@ -36,61 +42,90 @@ VARIANTS: dict[str, dict[str, Any]] = {
 MODELS = {"100 small layers": (100, 32, 16), "8 large layers": (8, 1024, 64)}
 """Layers, their width, and samples of a rank."""
 WARM_UP = 20
-UPDATES = 200
-"""Of a variant in a turn."""
+BEATING = ("slipstream-heartbeat", "slipstream-store")
+"""Threads of the heartbeat."""
+UPDATES = 100
+"""Of a variant in a round: one proof falls into each."""
 
 
-def seconds_of(model: str, checks: dict[str, Any]) -> float:
-    """Of an update."""
+def training(model: str, checks: dict[str, Any]) -> tuple[Iterate, AnySession]:
+    """A training of its own, whose session stays open."""
     layers, width, samples = MODELS[model]
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
-    batch = torch.randn(samples, width)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    with slipstream.accelerate(net, optimizer, None, {"checks": checks}) as session:
+    own = torch.Generator().manual_seed(dist.get_rank())
+    batch = torch.randn(samples, width, generator=own)
+    return accelerated(net, lambda model: model(batch).square().mean(), {"checks": checks})
 
-        def updates(count: int) -> None:
-            for _ in range(count):
-                session.backward(session.model(batch).square().mean())
-                session.step()
 
-        updates(WARM_UP)
-        dist.barrier()
-        begun = time.perf_counter()
-        updates(UPDATES)
-        dist.barrier()
-        return (time.perf_counter() - begun) / UPDATES
+def measured(model: str, rounds: int, console: Console) -> list[dict[str, Any]]:
+    """A row of each variant: an update takes turns with those of the others."""
+    with ExitStack() as stack:
+        variants = {}
+        for name, checks in VARIANTS.items():
+            variants[name], session = training(model, checks)
+            stack.enter_context(session)
+        for iterate in variants.values():
+            for _ in range(WARM_UP):
+                iterate()
+        seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+        shuffle = Random(0)  # alike on all ranks
+        for _ in track(range(rounds), model, console=console):
+            spent = dict.fromkeys(VARIANTS, 0.0)
+            for _ in range(UPDATES):
+                for name in shuffle.sample([*VARIANTS], len(VARIANTS)):
+                    begun = time.perf_counter()
+                    variants[name]()
+                    spent[name] += time.perf_counter() - begun
+            for name, total in spent.items():
+                seconds[name].append(total / UPDATES)
+    rows = []
+    for name, of_rounds in seconds.items():
+        ratios = [one / base for one, base in zip(of_rounds, seconds["none"], strict=True)]
+        low, middle, high = quartiles(ratios)
+        rows.append(
+            {
+                "model": model,
+                "name": name,
+                "milliseconds": 1e3 * quartiles(of_rounds)[1],
+                "ratio": middle,
+                "low": low,
+                "high": high,
+            }
+        )
+    return rows
+
+
+def threads_share(seconds: float = 10.0) -> float:
+    """What the threads of the heartbeat compute, as a share of one core, beside a training."""
+    iterate, session = training("100 small layers", {"nonfinite": "allow"})
+    with session:
+        ours = [t for t in threading.enumerate() if t.name in BEATING]
+        accounts = [Path(f"/proc/self/task/{thread.native_id}/schedstat") for thread in ours]
+
+        def computed() -> float:
+            return sum(int(account.read_text().split()[0]) for account in accounts) / 1e9
+
+        for _ in range(WARM_UP):
+            iterate()
+        before, begun = computed(), time.perf_counter()
+        while slowest(time.perf_counter() - begun) < seconds:
+            iterate()
+        return (computed() - before) / (time.perf_counter() - begun)
 
 
 @joined_ranks()
 def measure(args: argparse.Namespace) -> None:
     """What one rank does; the first one writes."""
     quiet = Console(stderr=True, quiet=dist.get_rank() != 0)
-    rows = []
-    for model in MODELS:
-        turns: dict[str, list[float]] = {name: [] for name in VARIANTS}
-        for number in track(range(args.rounds), model, console=quiet):
-            for name in Random(number).sample([*VARIANTS], len(VARIANTS)):  # alike on all ranks
-                turns[name].append(seconds_of(model, VARIANTS[name]))
-        for name, seconds in turns.items():
-            ratios = [one / base for one, base in zip(seconds, turns["none"], strict=True)]
-            low, middle, high = quartiles(ratios)
-            milliseconds = 1e3 * quartiles(seconds)[1]
-            rows.append(
-                {
-                    "model": model,
-                    "name": name,
-                    "milliseconds": milliseconds,
-                    "ratio": middle,
-                    "low": low,
-                    "high": high,
-                }
-            )
+    rows = [row for model in MODELS for row in measured(model, args.rounds, quiet)]
+    thread = slowest(threads_share())
     if dist.get_rank() == 0:
         entry = {
             "ranks": dist.get_world_size(),
             "updates": UPDATES,
             "rounds": args.rounds,
+            "thread": thread,
             "rows": rows,
         }
         finish(args.json, "checks", entry)

@@ -132,8 +132,9 @@ def unequal(entry: Entry) -> Result:
 def checks(entry: Entry) -> Result:
     """Iterations that are watched, looked at and proved."""
     words = (
-        f"{entry['ranks']} ranks on the same cores, {entry['updates']} updates of each variant a "
-        f"turn, {entry['rounds']} turns."
+        f"{entry['ranks']} ranks on the same cores, {entry['updates']} updates of each variant in "
+        f"turns a round, {entry['rounds']} rounds. The heartbeat's threads compute for "
+        f"{entry['thread']:.2%} of the time."
     )
     rows = [
         (

@@ -172,6 +172,44 @@ def test_a_step_with_an_overflow_is_forgotten(four, codec) -> None:
     assert four.run(overflow, CODECS[codec]) == [(True, 1)] * 4
 
 
+def poisoned(codec: object) -> tuple[str, str, bool]:
+    """Two ranks get NaN in the second step: the error, and whether no bit has moved."""
+    ddp = deep()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    hook = DdpCodec(ddp, codec, optimizer=optimizer if "dgc" in str(codec) else None)
+    ddp.register_comm_hook(hook, codec_hook)
+    train(ddp, optimizer, 0, 1)
+    before = digest(ddp)
+    loss = ddp(rows(1))
+    if dist.get_rank() in (1, 2):
+        layer = ddp.module.body[3 * dist.get_rank()]
+        layer.weight.register_hook(lambda gradient: gradient * torch.nan)
+        loss = ddp(rows(1))
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return type(error).__name__, str(error), digest(ddp) == before
+    finally:
+        hook.close()
+    return "", "", False
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "onebit", "powersgd", "dgc"])
+def test_gradients_that_are_nan_end_backward_on_all_ranks_with_the_ranks_that_had_them(
+    four, codec
+) -> None:
+    found = four.run(poisoned, CODECS[codec])
+    assert len({*found}) == 1
+    kind, text, same = found[0]
+    assert same
+    assert kind == "RuntimeError"  # DDP makes one of all errors
+    assert "NonFiniteError: update 2: gradients are infinite or NaN" in text
+    own = {1: "body.3.weight", 2: "body.6.weight"}
+    named = {rank: f"that of {name} on rank {rank}" in text for rank, name in own.items()}
+    assert any(named.values()), text  # both where they travel together
+    assert "before the exchange" in text
+
+
 def refused() -> None:
     torch.manual_seed(0)
     with pytest.raises(ModelError, match="not a Deep"):
@@ -196,6 +234,8 @@ def refused() -> None:
     with pytest.raises(UsageError, match="momentum became"):
         ddp(rows(0)).backward()
     hook.close()
+    with pytest.raises(UsageError, match="nonfinite 'skip'; allowed: 'raise' and 'allow'"):
+        DdpCodec(ddp, "int8", nonfinite="skip")
 
 
 def test_mistakes_are_named(four) -> None:

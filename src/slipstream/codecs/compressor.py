@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate, pairwise
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from slipstream.transport.requests import AllReduce, ExchangeSteps
 
 _CACHED = 2**16
 """Values that fit into the cache of a core, with room for temporaries."""
+_WIDENED = 2**20
+"""16-bit values that are widened at once: fewer cost more calls, more do not fit into a cache."""
 
 _SAMPLED = 1024
 """Values of a residual in a sample."""
@@ -150,15 +152,25 @@ def is_finite(values: torch.Tensor) -> bool:
 def any_infinite(values: torch.Tensor) -> torch.Tensor:
     """Whether a value is infinite or NaN: a 0-dimensional tensor, so that no device is waited for.
 
-    On a CPU ``aminmax`` takes a tenth of the time of an infinity norm or of ``isfinite``, and for
-    16-bit values half the time of ``amin`` and ``amax`` (torch 2.13).
+    On a CPU a sum takes a quarter of the time of ``aminmax`` (torch 2.13), and an infinite value or
+    a NaN always shows in it; only where the sum is not finite are the values looked at themselves.
     """
     flat = memory_order(values)
+    if flat.device.type == "cpu" and _sums_are_finite(flat):
+        return torch.zeros((), dtype=torch.bool)
     chunks = [flat[part] for part in parts(flat.numel(), flat.device)]
     extremes = [extreme for chunk in chunks for extreme in torch.aminmax(chunk)]
     if not extremes:
         return torch.zeros((), dtype=torch.bool, device=values.device)
     return torch.stack(extremes).isfinite().all().logical_not()
+
+
+def _sums_are_finite(flat: torch.Tensor) -> bool:
+    """On a CPU. In 16 bits sums of parts: each is widened first, and is to stay in the cache."""
+    narrow = flat.dtype in (torch.float16, torch.bfloat16)
+    chunks = flat.split(_WIDENED) if narrow else (flat,)
+    dtype = torch.float32 if narrow else None
+    return all(isfinite(chunk.sum(dtype=dtype).item()) for chunk in chunks)
 
 
 def exchange_dense(values: torch.Tensor, flags: torch.Tensor) -> ExchangeSteps:

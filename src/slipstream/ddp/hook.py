@@ -12,9 +12,9 @@ process group of its own.
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with classes.
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from zlib import crc32
 
 import torch
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from slipstream.cluster.groups import new_group
 from slipstream.codecs import HalfCodec, Ranks
 from slipstream.codecs.compressor import is_finite
-from slipstream.ddp._checks import checked, other_parameters
+from slipstream.ddp._checks import checked, nonfinite_gradients, other_parameters
 from slipstream.ddp._groups import Arrived, Backward, BucketGroup, Routes, grouped, real_row
 from slipstream.ddp._momentum import MomentumWatch
 from slipstream.errors import ExchangeError, ModelError, UsageError
@@ -46,7 +46,7 @@ from slipstream.strategy import (
     codec_of,
 )
 from slipstream.transport.channel import Channel, Label
-from slipstream.transport.requests import AllReduce, ExchangeSteps
+from slipstream.transport.requests import AllGather, AllReduce, ExchangeSteps
 from slipstream.transport.transport import make_transport
 
 if TYPE_CHECKING:
@@ -64,15 +64,19 @@ class DdpCodec:
             or one of the types in ``slipstream.strategy``.
         optimizer: only for DGC, which applies its momentum.
         loss_scale: returns the present loss scale, e.g. ``scaler.get_scale``: what a codec keeps
-            from step to step must not be in its units. The codec forgets a step whose gradients
-            are not finite. They are NaN on all ranks then, which ``GradScaler`` skips; without
-            one, compare ``skipped`` before and after ``backward()``.
+            from step to step must not be in its units.
+        nonfinite: what becomes of gradients that are infinite or NaN on any rank. ``raise``:
+            ``backward()`` raises on all ranks, before any update, with the rank and the parameter.
+            ``allow``: they are so on all ranks, and the codec forgets the step; ``GradScaler``
+            skips it, others compare ``skipped`` before and after ``backward()``. None: ``allow``
+            with a ``loss_scale``, else ``raise``.
         transport: as ``gradients.transport`` of a strategy.
 
     Raises:
         ModelError: not a DDP model, DGC without an optimizer that it can take over, or
             ``transport: auto``.
         StrategyError: no such codec.
+        UsageError: no such ``nonfinite``.
 
     Accumulate under ``ddp.no_sync()``; save ``state_dict()`` on every rank; call ``close()`` before
     the process group is destroyed.
@@ -99,10 +103,11 @@ class DdpCodec:
         codec: CodecConfig | str | Mapping[str, object],
         *,
         optimizer: torch.optim.Optimizer | None = None,
-        loss_scale: Callable[[], float] = lambda: 1.0,
+        loss_scale: Callable[[], float] | None = None,
+        nonfinite: Literal["raise", "allow"] | None = None,
         transport: TransportConfig = FlatConfig(),  # noqa: B008 - a frozen value
     ) -> None:
-        config = checked(ddp, codec, transport)
+        config = checked(ddp, codec, transport, nonfinite)
         assert isinstance(ddp, DistributedDataParallel)
         trainables = parameters_of(ddp.module, trainable=True)
         # torch tells nowhere else which parameters DDP averages: those that required a gradient
@@ -127,7 +132,8 @@ class DdpCodec:
         assert group is not None
         single = make_transport(transport, group)
         self._channel = Channel(single, [single], next(ddp.parameters()).device)
-        self._loss_scale = loss_scale
+        self._loss_scale = loss_scale or (lambda: 1.0)
+        self._raises = nonfinite == "raise" or (nonfinite is None and loss_scale is None)
         self._finds_unused = bool(ddp.find_unused_parameters)
         self._bucket_bytes = int(ddp.bucket_bytes_cap)
         self._states = CodecStates(self._correction.buffers if self._correction else {})
@@ -136,7 +142,7 @@ class DdpCodec:
         self._watch: MomentumWatch | None = None
         if optimizer is not None:
             momentous = {p: name for p, name in self._names.items() if name in momenta}
-            self._watch = MomentumWatch(ddp, optimizer, momentous, self._used, loss_scale)
+            self._watch = MomentumWatch(ddp, optimizer, momentous, self._used, self._loss_scale)
         self._closed = False
         self.step = self.skipped = 0
 
@@ -147,6 +153,8 @@ class DdpCodec:
             UsageError: after ``close()``, or the optimizer's momentum was changed under DGC.
             ModelError: sparse gradients, or parameters of another model than the hook's.
             ExchangeError: an exchange of the last backward failed.
+            NonFiniteError: gradients are infinite or NaN, and are not allowed to be; where DDP
+                waits for the bucket, which makes a RuntimeError of it.
         """
         if self._closed:
             raise UsageError(
@@ -176,7 +184,8 @@ class DdpCodec:
         if bucket.is_last() and self._backward.started < len(self._groups):
             missing = [group.names[i] for group in self._groups for i in group.not_come()]
             raise other_parameters(f"not {', '.join(missing)}")
-        return future
+        # What `set_exception` stores DDP would take for a tensor; an error of `then` it raises.
+        return future.then(lambda averaged: averaged.wait())
 
     def _begin(self) -> None:
         """A new backward: raise errors of the last one, and drop what that left unfinished."""
@@ -233,6 +242,8 @@ class DdpCodec:
             group.is_finite = is_finite(group.values)
         else:
             yield from self._compress(group, group.codec, pieces)
+        if self._raises and not group.is_finite:  # alike on all ranks
+            yield from self._raise_nonfinite(group, rows)
         for row, piece in zip(rows, pieces, strict=True):
             torch.mul(piece, loss_scale, out=row)
 
@@ -252,6 +263,20 @@ class DdpCodec:
         codec.compressor.forget(unused)
         for slot in unused if group.is_finite else ():
             pieces[slot].zero_()
+
+    def _raise_nonfinite(
+        self, group: BucketGroup, rows: Sequence[torch.Tensor]
+    ) -> Generator[AllGather, None, None]:
+        """Raise on every rank, with those whose own gradients were it."""
+        own = next((slot for slot, row in enumerate(rows) if not is_finite(row)), -1)
+        found = torch.full((self._ranks.count, 1), -1, device=group.values.device)
+        yield AllGather(found.new_full((1,), own), found)
+        slots = dict(enumerate(found.flatten().tolist()))
+        raise nonfinite_gradients(
+            {rank: group.names[slot] for rank, slot in slots.items() if slot >= 0},
+            group.names[0],
+            self.step + self.skipped + 1,
+        )
 
     def _settle(self) -> None:
         finite = all(group.is_finite for group in self._groups)
