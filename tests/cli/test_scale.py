@@ -74,7 +74,7 @@ def test_each_number_of_ranks_is_measured_and_nothing_is_left_running(tmp_path: 
     assert two["efficiency"] == pytest.approx(two["rate"] / (2 * one["rate"]))
     (trace,) = tmp_path.glob("out/ranks-1/**/trace.json")
     iterations = [event.duration for event in read(trace).events if event.name == ITERATION]
-    assert one["rate"] == pytest.approx(6 / median(iterations))
+    assert one["rate"] == pytest.approx(median(6 / seconds for seconds in iterations))
     for text in ("Scaling on this machine", "samples/s", "speed-up (dots: linear)"):
         assert text in out
     pids = [int(path.read_text()) for path in tmp_path.glob("pid*")]

@@ -104,7 +104,9 @@ class UnderDdp(Loop):
         if codec is None:  # DDP as it is
             return
         takes = isinstance(codec, Mapping) and codec["kind"] == "dgc"
-        self.hook = DdpCodec(self.ddp, codec, optimizer=optimizer if takes else None)
+        self.hook = DdpCodec(  # step() skips what is not finite
+            self.ddp, codec, optimizer=optimizer if takes else None, nonfinite="allow"
+        )
         self.ddp.register_comm_hook(self.hook, codec_hook)
 
     def close(self) -> None:
