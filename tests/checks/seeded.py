@@ -108,7 +108,7 @@ def keep_own(training: Training, *, once: bool = False) -> str:
     """The exchange of a segment is lost: the bad rank goes on with its own gradients."""
     bucket, names = training.bucket()
     if training.is_bad:
-        complete, finish, size = bucket.complete, bucket.finish, training.session.world_size
+        complete, finish, size = bucket.complete, bucket.finish, training.session.data_size
         kept: list[torch.Tensor] = []
 
         def keep(scale: torch.Tensor) -> None:
@@ -150,7 +150,7 @@ def divide_twice(training: Training) -> str:
 
     def divide(scale: torch.Tensor) -> None:
         complete(scale)
-        sent(bucket).div_(training.session.world_size)
+        sent(bucket).div_(training.session.data_size)
 
     bucket.complete = divide
     return rf"{names}: the average was divided by the number of ranks twice"
@@ -162,7 +162,7 @@ def divide_by_hand(training: Training) -> str:
     def divide() -> None:
         for parameter in training.session.model.parameters():
             if parameter.grad is not None:
-                parameter.grad /= training.session.world_size
+                parameter.grad /= training.session.data_size
 
     training.before_step.append(divide)
     return "the gradients were divided by the number of ranks between backward"
@@ -371,7 +371,13 @@ class Outcome:
     updates: int
 
 
-def seeded(make: Callable[[], Made], fault: str, run: int, gradients: dict[str, Any]) -> Outcome:
+def seeded(
+    make: Callable[[], Made],
+    fault: str,
+    run: int,
+    gradients: dict[str, Any],
+    parallel: dict[str, Any] | None = None,
+) -> Outcome:
     """Train, seed a fault, and go on for two checks; on each rank."""
     chance = Random(f"{fault}, {run}")
     torch.manual_seed(run)
@@ -383,12 +389,13 @@ def seeded(make: Callable[[], Made], fault: str, run: int, gradients: dict[str, 
         warnings.simplefilter("always")
         checks = {"every": EVERY, "folder": folder}
         try:
-            with slipstream.accelerate(
-                model, optimizer, strategy={"gradients": gradients, "checks": checks}
-            ) as session:
-                torch.manual_seed(1000 * run + session.rank)
+            strategy = {"gradients": gradients, "checks": checks}
+            if parallel is not None:
+                strategy["parallel"] = parallel
+            with slipstream.accelerate(model, optimizer, strategy=strategy) as session:
+                torch.manual_seed(1000 * run + session.data_rank)
                 bad = chance.randrange(session.world_size)
-                training = Training(session, loss, chance, bad, session.rank, undo)
+                training = Training(session, loss, chance, bad, session.data_rank, undo)
                 for _ in range(chance.randint(2, 1 + EVERY)):
                     training.update()
                 updates = training.updates

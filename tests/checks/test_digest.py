@@ -72,16 +72,16 @@ def test_the_order_in_memory_does_not_count():
 # Sketches.
 
 
-def sketches(gradients: list[torch.Tensor], *averages: torch.Tensor) -> list[Sketched]:
+def sketches(gradients: list[torch.Tensor], *averages: torch.Tensor) -> dict[int, Sketched]:
     """Of all ranks: their gradients, and the average that each of them got."""
-    found = []
+    found = {}
     for rank, gradient in enumerate(gradients):
         sample = AverageSample(7, ["w"], 1 / len(gradients))
         sample.own("w", gradient)
         average = averages[rank if len(averages) > 1 else 0]
         sample.average("w", average)
         sample.used("w", average)
-        found.append(sample.result())
+        found[rank] = sample.result()
     return found
 
 
@@ -124,7 +124,7 @@ def test_parts_add_up():
 
 
 def test_what_the_script_divides_again_is_seen():
-    ranks = sketches(GRADIENTS, MEAN)
+    ranks = [*sketches(GRADIENTS, MEAN).values()]
     assert not divided_again(ranks)
     quarter = [
         Sketched(r.own, r.norm, r.average, (r.average[0] / 4, r.average[1] / 4)) for r in ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,8 @@ import slipstream
 from slipstream.errors import ProofError
 from tests.checks.seeded import FAULTS, Made, Outcome, is_found, seeded
 from tests.harness.ranks import RankFailure, Ranks
+from tests.parallel.models import CASES
+from tests.parallel.session_tasks import strategy as parallel_strategy
 
 BAD, EVERY = 1, 2
 """The rank, and updates from one check to the next."""
@@ -29,6 +32,12 @@ CODECS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def three() -> Iterator[Ranks]:
     with Ranks(3) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with Ranks(4) as ranks:
         yield ranks
 
 
@@ -87,17 +96,43 @@ def test_where_each_updates_a_shard_too(three, fault):
     ends_right(fault, three.run(seeded, small, fault, 0, gradients))
 
 
+def split_gpt2() -> Made:
+    case = CASES["gpt2"]
+    model = case.build()
+
+    def loss(trained: nn.Module, number: int, stream: int) -> torch.Tensor:
+        return trained(*case.batch(100 * number + stream))
+
+    return model, torch.optim.Adam(model.parameters(), lr=0.01), loss
+
+
+SHARED = {
+    "segment lost from then on: own gradients": None,
+    "average divided twice": None,
+    "sign flipped": r"ranks (0, 2|1, 3) differ from one another in parameters: ",
+}
+
+
+@pytest.mark.parametrize(("fault", "words"), SHARED.items(), ids=SHARED)
+def test_where_ranks_share_a_model_too(four, fault, words):
+    """Those that hold the same part of it say so; the others lose them."""
+    parallel = parallel_strategy("gpt2", "known")["parallel"]
+    outcomes = four.run(seeded, split_gpt2, fault, 1, {"split": "per_layer"}, parallel)
+    assert {outcome.kind for outcome in outcomes} <= {"ProofError", "ExchangeError", "HangError"}
+    proved = [outcome for outcome in outcomes if outcome.kind == "ProofError"]
+    assert len(proved) in (2, 4)
+    for outcome in proved:
+        assert outcome.named if words is None else re.search(words, outcome.said), outcome
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_what_a_codec_keeps_must_stay(three, codec):
     gradients = {"split": "per_layer", "codec": CODECS[codec]}
     ends_right("residual lost", three.run(seeded, small, "residual lost", 3, gradients))
 
 
-def test_a_rank_that_a_host_leaves_out_is_named():
-    with Ranks(4) as four:
-        found = four.run(
-            seeded, small, "rank skipped in its host", 0, {"transport": "hierarchical"}
-        )
+def test_a_rank_that_a_host_leaves_out_is_named(four):
+    found = four.run(seeded, small, "rank skipped in its host", 0, {"transport": "hierarchical"})
     ends_right("rank skipped in its host", found)
 
 

@@ -7,7 +7,7 @@ numbers tell whether an average is one, and, where it is not, whose part is miss
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 from zlib import crc32
@@ -54,24 +54,25 @@ class Sketched:
     used: tuple[float, ...]
 
 
-def wrong_average(ranks: Sequence[Sketched], *, in_parts: bool, tolerance: float) -> str | None:
+def wrong_average(ranks: Mapping[int, Sketched], *, in_parts: bool, tolerance: float) -> str | None:
     """Say what is wrong with an average, and whose part is missing; None: nothing.
 
     Args:
-        ranks: of all ranks that averaged.
+        ranks: of all ranks that averaged, by their number.
         in_parts: whether each has a part of the average, and not all of it.
         tolerance: `EXACT` or `NARROW`.
 
     Example:
-        >>> two = [Sketched((1.0, 2.0), 2.0, (1.0, 2.0), (1.0, 2.0)),
-        ...        Sketched((4.0, -1.0), 4.0, (1.0, 2.0), (1.0, 2.0))]
+        >>> two = {0: Sketched((1.0, 2.0), 2.0, (1.0, 2.0), (1.0, 2.0)),
+        ...        1: Sketched((4.0, -1.0), 4.0, (1.0, 2.0), (1.0, 2.0))}
         >>> wrong_average(two, in_parts=False, tolerance=EXACT)
         'the gradients of rank 1 are missing in the average'
     """
-    own = torch.tensor([rank.own for rank in ranks], dtype=torch.float64)
-    allowed = tolerance * max(sum(rank.norm for rank in ranks), 1e-30)
+    sketches, numbers = ranks.values(), [*ranks]
+    own = torch.tensor([rank.own for rank in sketches], dtype=torch.float64)
+    allowed = tolerance * max(sum(rank.norm for rank in sketches), 1e-30)
     expected = own.sum(0)
-    averages = torch.tensor([rank.average for rank in ranks], dtype=torch.float64)
+    averages = torch.tensor([rank.average for rank in sketches], dtype=torch.float64)
     if in_parts:
         averages = averages.sum(0, keepdim=True)
     wrong = [r for r, average in enumerate(averages) if not _near(average, expected, allowed)]
@@ -79,15 +80,15 @@ def wrong_average(ranks: Sequence[Sketched], *, in_parts: bool, tolerance: float
         return None
     found = averages[wrong[0]]
     if 0 < len(wrong) < len(averages):
-        words = ", ".join(map(str, wrong))
+        words = ", ".join(str(numbers[r]) for r in wrong)
         kept = (
             "its own gradients" if _is_multiple(found, own[wrong[0]], allowed) else "other values"
         )
         return f"rank {words} did not get the average of all ranks, but has {kept}"
-    for rank, part in enumerate(own):
+    for rank, part in zip(numbers, own, strict=True):
         if _near(found, expected - part, allowed):
             return f"the gradients of rank {rank} are missing in the average"
-    for rank, part in enumerate(own):
+    for rank, part in zip(numbers, own, strict=True):
         if _near(found, part, allowed):
             return f"the average is the gradients of rank {rank} alone"
     if _near(found, expected / len(ranks), allowed):

@@ -187,10 +187,11 @@ class Proof:
                 )
         sharded = self._sharding.is_sharded
         for sample, ranks in zip(samples.buckets, zip(*everyone, strict=True), strict=True):
-            wrong = wrong_average(ranks, in_parts=sample.in_parts, tolerance=sample.tolerance)
+            by_rank = dict(zip(self._dims.data_ranks, ranks, strict=True))
+            wrong = wrong_average(by_rank, in_parts=sample.in_parts, tolerance=sample.tolerance)
             if wrong is not None:
                 segment = f"the segment of {sample.names[0]}"
-                raise ProofError(f"update {step}, {segment}: {self._by_rank(wrong)}")
+                raise ProofError(f"update {step}, {segment}: {wrong}")
         with_gradients = [
             ranks for ranks in zip(*everyone, strict=True) if any(rank.norm for rank in ranks)
         ]
@@ -229,12 +230,6 @@ class Proof:
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(text, stacklevel=2)
-
-    def _by_rank(self, words: str) -> str:
-        """Ranks of the world, where a rank of the data is none."""
-        if self._dims.data_ranks == tuple(range(len(self._dims.data_ranks))):
-            return words
-        return f"{words} (of the ranks {', '.join(map(str, self._dims.data_ranks))}, from 0)"
 
     # What must be alike after a meeting.
 
