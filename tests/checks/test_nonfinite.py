@@ -21,6 +21,13 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "flat": {"gradients": {"transport": "flat"}},
     "direct, per layer": {"gradients": {"transport": "direct", "split": "per_layer"}},
     "sharded": {"gradients": {"transport": "sharded"}},
+    "sharded, per layer": {"gradients": {"transport": "sharded", "split": "per_layer"}},
+    "bf16, per layer": {
+        "gradients": {"codec": {"kind": "half", "dtype": "bf16"}, "split": "per_layer"}
+    },
+    "onebit, per layer": {
+        "gradients": {"codec": {"kind": "onebit", "start_step": 1}, "split": "per_layer"}
+    },
     "shared memory": {"gradients": {"transport": "shared_memory"}},
     "accumulate": {"gradients": {"accumulate": 2}},
     "no overlap": {"gradients": {"overlap": False}},
@@ -56,8 +63,9 @@ class Words(nn.Module):
 
 
 def dense() -> nn.Module:
+    """Its second layer is a large one where it travels by itself, else its gradients are small."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 300), nn.Linear(300, 1))
+    return nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 600), nn.Linear(600, 1))
 
 
 @contextmanager
