@@ -11,9 +11,8 @@ from collections.abc import Iterable, Iterator
 import torch
 
 CHUNK = 1 << 16
-"""Elements that are summed at a time, so that they stay in the cache."""
+"""Words of 64 bits that are summed at a time, so that they stay in the cache."""
 _FACTOR = 0x5851F42D4C957F2D  # of a linear congruential generator of 64 bits
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 
 Digest = tuple[int, int]
 
@@ -30,8 +29,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> Digest:
     for words in _together(tensors):
         weights = _weights(words.device)
         for chunk in words.split(CHUNK):
-            wide = chunk.to(torch.int64)
-            sums += [wide.sum(), (wide * weights[: len(wide)]).sum()]
+            sums += [chunk.sum(), (chunk * weights[: len(chunk)]).sum()]
     first = second = 0
     values = torch.stack(sums).tolist() if sums else []
     for plain, weighted in zip(values[::2], values[1::2], strict=True):
@@ -41,14 +39,13 @@ def digest(tensors: Iterable[torch.Tensor]) -> Digest:
 
 
 def _together(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The bits of the tensors as 1-D integers; neighbours that are small in one tensor."""
+    """The bits of the tensors as words; neighbours that are small in one tensor."""
     small: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
         words = _words(tensor.detach())
         fits = size + len(words) <= CHUNK
-        same = not small or (small[0].dtype, small[0].device) == (words.dtype, words.device)
-        if small and not (fits and same):
+        if small and not (fits and small[0].device == words.device):
             yield torch.cat(small)
             small, size = [], 0
         small.append(words)
@@ -58,15 +55,18 @@ def _together(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits as words of 64 bits, 1-D; zeros follow the last ones."""
     if tensor.is_sparse:
         tensor = tensor.coalesce()
-        parts = (_words(tensor._indices()), _words(tensor._values()))
-        return torch.cat([part.to(torch.int32) for part in parts])
+        return torch.cat([_words(tensor._indices()), _words(tensor._values())])
     flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     flat = flat.contiguous().view(-1)
-    if flat.dtype == torch.bool:
-        flat = flat.to(torch.uint8)
-    return flat.view(_WORDS[flat.element_size()])
+    begins, size = flat.storage_offset() * flat.itemsize, flat.nbytes
+    if begins % 8 or size % 8:
+        padded = torch.zeros(-(-size // 8) * 8, dtype=torch.uint8, device=flat.device)
+        padded[:size] = flat.view(torch.uint8)
+        flat = padded
+    return flat.view(torch.int64)
 
 
 _kept: dict[torch.device, torch.Tensor] = {}

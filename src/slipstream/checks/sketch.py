@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import ClassVar
 from zlib import crc32
 
@@ -17,24 +18,62 @@ import torch
 EXACT, NARROW = 1e-4, 0.05
 """Largest differences, in shares of the gradients' norm, of sums in 32 bits and of those in 16."""
 SIGNS = 2
+_BLOCK = 2**16
+"""Values that have signs of their own; the signs of further blocks are these or their opposites."""
 
 
-def sketch(values: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """Signs for each value of a tensor, in ``SIGNS`` rows, the same on all ranks.
+
+    The sign of value ``i`` is ``inside[row, i % BLOCK] * of_block[row, i // BLOCK]``: few random
+    numbers for many values.
+
+    Attributes:
+        inside: of a block, fp32 like the others.
+        of_block: one for each block.
+    """
+
+    inside: torch.Tensor
+    of_block: torch.Tensor
+
+    @classmethod
+    def random(cls, numel: int, seed: int, device: torch.device) -> Signs:
+        """Those of a tensor of ``numel`` values."""
+        generator = torch.Generator().manual_seed(seed)
+        length, blocks = min(numel, _BLOCK), -(-numel // _BLOCK)
+        size = SIGNS, length + blocks
+        bits = torch.randint(0, 2, size, generator=generator, dtype=torch.int8)
+        signs = (2.0 * bits - 1.0).to(device)
+        return cls(signs[:, :length], signs[:, length:])
+
+    def whole(self, numel: int) -> torch.Tensor:
+        """One for each value, a row of ``numel`` for each of the ``SIGNS``."""
+        pairs = self.of_block[:, :, None] * self.inside[:, None, :]
+        return pairs.reshape(SIGNS, -1)[:, :numel]
+
+
+def sketch(values: torch.Tensor, signs: Signs | torch.Tensor) -> torch.Tensor:
     """The sums of ``values`` with each row of ``signs``, in fp64.
 
     Example:
-        >>> sketch(torch.tensor([1.0, 2.0]), torch.tensor([[1, 1], [1, -1]])).tolist()
+        >>> sketch(torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 1.0], [1.0, -1.0]])).tolist()
         [3.0, -1.0]
     """
-    flat = values.detach().reshape(1, -1)
-    return (signs.reshape(SIGNS, -1) * flat.to(torch.float64)).sum(1)
-
-
-def random_signs(shape: torch.Size, seed: int, device: torch.device) -> torch.Tensor:
-    """Signs for each value of a tensor, the same on all ranks: int8, ``SIGNS`` of them."""
-    generator = torch.Generator().manual_seed(seed)
-    bits = torch.randint(0, 2, (SIGNS, *shape), generator=generator, dtype=torch.int8)
-    return (2 * bits - 1).to(device)
+    flat = values.detach().reshape(-1)
+    flat = flat.real if flat.is_complex() else flat
+    if isinstance(signs, torch.Tensor):
+        return (signs.to(torch.float64) * flat).sum(1)
+    if not flat.numel():
+        return torch.zeros(SIGNS, dtype=torch.float64, device=flat.device)
+    # Not by a product of fp32 matrices: the script, or autocast, may let those round to 16 bits.
+    wide = torch.promote_types(flat.dtype, torch.float32 if flat.is_cpu else torch.float64)
+    rows = signs.inside.to(wide)
+    sums = [
+        torch.stack([torch.dot(block, row[: len(block)]) for row in rows])
+        for block in flat.to(wide).split(rows.shape[1])
+    ]
+    return (torch.stack(sums, 1).to(torch.float64) * signs.of_block).sum(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +186,7 @@ class AverageSample:
         self.seed, self.names, self._scale = seed, tuple(names), scale
         self.tolerance, self.in_parts = NARROW if narrow else EXACT, in_parts
         self._seen: set[str] = set()
+        self._signs: dict[str, Signs] = {}
         self._sums = {kind: torch.zeros(SIGNS, dtype=torch.float64) for kind in _KINDS}
         self._square = 0.0
 
@@ -156,7 +196,7 @@ class AverageSample:
             self._seen.add(name)
             values = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
             self._add("own", sketch(values, self.signs(name, values)) * self._scale)
-            self._square += float(values.to(torch.float64).norm() * self._scale) ** 2
+            self._square += (_norm(values) * self._scale) ** 2
 
     def average(self, name: str, value: torch.Tensor, signs: torch.Tensor | None = None) -> None:
         """Take what came back: all of it, or a part, with the ``signs`` of that."""
@@ -166,9 +206,12 @@ class AverageSample:
         """Take what the optimizer gets."""
         self._add("used", sketch(value, self.signs(name, value)))
 
-    def signs(self, name: str, like: torch.Tensor) -> torch.Tensor:
+    def signs(self, name: str, like: torch.Tensor) -> Signs:
         """The signs of a gradient."""
-        return random_signs(like.shape, self.seed + crc32(name.encode()), like.device)
+        if name not in self._signs:
+            seed = self.seed + crc32(name.encode())
+            self._signs[name] = Signs.random(like.numel(), seed, like.device)
+        return self._signs[name]
 
     def result(self) -> Sketched:
         """All that this rank knows."""
@@ -177,6 +220,11 @@ class AverageSample:
 
     def _add(self, kind: str, value: torch.Tensor) -> None:
         self._sums[kind] += value.cpu()
+
+
+def _norm(values: torch.Tensor) -> float:
+    norm = float(torch.linalg.vector_norm(values))
+    return norm if isfinite(norm) else float(torch.linalg.vector_norm(values.to(torch.float64)))
 
 
 _KINDS = ("own", "average", "used")

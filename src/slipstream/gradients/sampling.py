@@ -80,7 +80,10 @@ class SampledGradients:
                 if parameter.grad is not None:
                     sample.average(name, parameter.grad)
             elif parameter in shards.gradients:
-                signs = sample.signs(name, parameter)
-                laid_out = [torch.empty_like(parameter, dtype=s.dtype).copy_(s) for s in signs]
+                signs = sample.signs(name, parameter).whole(parameter.numel())
+                laid_out = [
+                    torch.empty_like(parameter, dtype=row.dtype).copy_(row.view(parameter.shape))
+                    for row in signs
+                ]
                 own = torch.stack([shards.own(one).view(-1) for one in laid_out])
                 sample.average(name, shards.gradients[parameter], own)
