@@ -24,7 +24,7 @@ LEVELS = (
     ("advisor", "calibration", "local", "sharding"),
     ("report", "tuner"),
     ("session",),
-    ("checkpoint",),
+    ("adapters", "checkpoint"),
     ("slipstream",),
     ("cli",),
     ("__main__",),

@@ -1,0 +1,1 @@
+"""Sessions inside other people's loops, one file for each framework."""

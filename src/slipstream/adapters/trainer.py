@@ -1,0 +1,82 @@
+"""Hugging Face's Trainer: a session in place of DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from slipstream.adapters.accelerate import Accelerator
+from slipstream.strategy import Strategy
+
+SESSION_NAME = "session.pt"
+"""In a checkpoint of the Trainer, beside the model's, optimizer's and scheduler's files."""
+
+
+class SessionTrainer(transformers.Trainer):
+    """A ``transformers.Trainer`` that trains by a session.
+
+    Args:
+        strategy: as of ``slipstream.accelerate``; default: the file that ``SLIPSTREAM_STRATEGY``
+            names, or none.
+        arguments: those of ``transformers.Trainer``. For another kind of trainer, make a class of
+            both: ``class Mine(SessionTrainer, SFTTrainer): ...``
+
+    Raises:
+        UsageError: as of `slipstream.adapters.accelerate.Accelerator`.
+
+    Exactness: that of the strategy.
+    """
+
+    accelerator: Accelerator
+
+    def __init__(
+        self,
+        *arguments: Any,
+        strategy: Strategy | Mapping[str, Any] | str | Path | None = None,
+        **named: Any,
+    ) -> None:
+        self._strategy = strategy
+        super().__init__(*arguments, **named)
+
+    def _build_accelerator_args(self, **named: Any) -> dict[str, Any]:
+        self._accelerator_args: dict[str, Any] = super()._build_accelerator_args(**named)
+        return self._accelerator_args
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As of Trainer, which names the class of its accelerator in no other place."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator = Accelerator(strategy=self._strategy, **self._accelerator_args)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """On all ranks: an optimizer's state may lie on all of them, as codecs' always does."""
+        session = self.accelerator.session
+        if session is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        state = session.checkpoint("optimizer", "session")
+        if self.args.should_save:
+            folder = Path(output_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(state["optimizer"], folder / OPTIMIZER_NAME)
+            torch.save(state["session"], folder / SESSION_NAME)
+            assert self.lr_scheduler is not None
+            torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Of a checkpoint of this or of a plain Trainer, which has no state of a session."""
+        session = self.accelerator.session
+        if session is None or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        folder, names = Path(checkpoint), {"optimizer": OPTIMIZER_NAME, "session": SESSION_NAME}
+        files = {part: folder / name for part, name in names.items()}
+        state = {p: torch.load(f, map_location="cpu") for p, f in files.items() if f.is_file()}
+        session.restore(state)
+        if (folder / SCHEDULER_NAME).is_file():
+            assert self.lr_scheduler is not None
+            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME))
