@@ -48,7 +48,7 @@ class SessionTrainer(transformers.Trainer):
         return self._accelerator_args
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As of Trainer, which names the class of its accelerator in no other place."""
+        """Replace the accelerator, whose class Trainer names in no other place."""
         super().create_accelerator_and_postprocess()
         self.accelerator = Accelerator(strategy=self._strategy, **self._accelerator_args)
 
@@ -68,7 +68,7 @@ class SessionTrainer(transformers.Trainer):
             torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Of a checkpoint of this or of a plain Trainer, which has no state of a session."""
+        """Load a checkpoint of this or of a plain Trainer, which has no state of a session."""
         session = self.accelerator.session
         if session is None or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
