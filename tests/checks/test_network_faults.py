@@ -74,6 +74,7 @@ def nobody_was_alarmed(ranks: list[subprocess.Popen[str]], folder: Path) -> None
     assert not [*folder.glob("autopsy*/autopsy.json")]
 
 
+@pytest.mark.timeout(600)  # three faults of one training, one after the other
 def test_a_link_that_comes_back_or_is_slow_harms_nobody_and_a_cut_ends_all_ranks(bed, tmp_path):
     ranks = start(bed, tmp_path)
     for _ in range(2):

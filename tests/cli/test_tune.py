@@ -63,7 +63,7 @@ def test_it_measures_real_ranks_and_writes_what_it_found(slipstream, monkeypatch
     monkeypatch.setattr(tune, "LEAST_MEASURED", 1)
     # A codec is tried, come what may, and nothing is fast enough for a comparison in pairs.
     monkeypatch.setattr(tune, "MODEL_ERROR", 1.0)
-    monkeypatch.setattr(tune, "LEAST_NOISE", 0.99)
+    monkeypatch.setattr(tune, "_noise", lambda first: 0.99)
     monkeypatch.setattr(command, "MOST_SECONDS", 1.0)
     monkeypatch.setattr(exact_search, "STEPS", 1)
     monkeypatch.setattr(candidates, "ACCUMULATE", ())  # a codec alone, which fails
