@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
+import torch._dynamo  # noqa: F401 (every optimizer imports it, and so would each child)
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 

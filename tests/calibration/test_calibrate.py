@@ -15,8 +15,9 @@ from slipstream.calibration import calibrate as calibration, collective_timer, h
 from slipstream.calibration.calibrate import calibrate
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.errors import ClusterError, ExchangeError
-from slipstream.planner.network.costs import Contention, HalfSpeed
+from slipstream.planner.network.costs import CodecCost, Contention, HalfSpeed
 from slipstream.planner.network.profile import NetworkProfile
+from slipstream.strategy import HalfConfig
 from tests.harness.counters import collectives
 from tests.harness.ranks import PerRank, Ranks
 
@@ -164,6 +165,34 @@ def test_only_the_curves_that_are_asked_for_are_measured(four, curves, measured)
     assert few < all_of_them
     with pytest.raises(ClusterError, match=r"networks\.world\.reduce_scatter was not measured"):
         profile.groups("world").curve("reduce_scatter")
+
+
+def shares(seconds: float) -> list[float]:
+    """The parts of their usual time that a codec and the speed of 16 bits get."""
+    got: list[float] = []
+
+    def cost(codec: Any, world: Any, device: Any, share: float) -> CodecCost:
+        got.append(share)
+        return CodecCost(ratio=0.5)
+
+    def speed(world: Any, device: Any, share: float) -> HalfSpeed:
+        got.append(share)
+        return HalfSpeed(dense=1.0, convolutional=1.0)
+
+    zeros = Contention(**dict.fromkeys(Contention.model_fields, 0.0))
+    options = {"curves": {"world": ("all_reduce",)}, "rounds": 1, "codecs": [HalfConfig()]}
+    with (
+        patch.object(calibration, "measure_contention", lambda *_: zeros),
+        patch.object(calibration, "slowest_cost", cost),
+        patch.object(calibration, "half_speed", speed),
+    ):
+        measure(seconds=seconds, half=True, **options)
+    return got
+
+
+@pytest.mark.parametrize(("seconds", "share"), [(1.0, 0.05), (20.0, 1.0), (60.0, 1.0)])
+def test_a_short_measurement_is_short_in_all_its_parts(two, seconds, share) -> None:
+    assert two.run(shares, seconds) == [[share] * 2] * 2
 
 
 def slow(sizes: tuple[int, ...], seconds: float, pauses: tuple[float, float]) -> NetworkProfile:

@@ -15,11 +15,21 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slipstream.cli import main
+
 SLIPSTREAM = [sys.executable, "-c", "from slipstream.cli.main import main; main()"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 TELL = """
 import json, os, sys, time
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    print("up")
+    if os.environ["RANK"] == "1":
+        open("rank1.spoke", "w").close()
+        time.sleep(60)
+    while not os.path.exists("rank1.spoke"):
+        time.sleep(0.05)
+    sys.exit(5)
 if os.environ["RANK"] == "0":
     print(json.dumps(sys.argv[1:]))
     print("progress 1\\rprogress 2", file=sys.stderr)
@@ -42,39 +52,36 @@ if os.environ["RANK"] == "1":
         sys.exit(3)
 time.sleep(60)
 """
-ONCE = """
-import os, sys
-print("up")
-sys.exit(5 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0)
-"""
-KILLED = """
-import os, signal, time
-print("still well")
-if os.environ["RANK"] == "1":
-    os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(60)
-"""
 SLEEP = """
 import os, pathlib, time
 pathlib.Path("pid" + os.environ["RANK"]).write_text(str(os.getpid()))
 time.sleep(60)
 """
 TRAIN = """
-import os, signal, sys, torch, slipstream
+import os, sys, torch, slipstream
 torch.set_num_threads(1)
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 session = slipstream.accelerate(model, optimizer)
 for step in range(40):
     if step == 20 and os.environ["RANK"] == "1":
-        FAULT
+        sys.exit(0)
     session.backward(model(torch.randn(8, 64)).square().mean())
     session.step()
 """
+IN_TORCH = """
+import os, signal, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+print("still well")
+for step in range(40):
+    if step == 20 and dist.get_rank() == 1:
+        FAULT
+    dist.all_reduce(torch.ones(64))
+"""
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 FAULTS = {
-    "kill": ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL", 137),
+    "kill": (KILL, r"was killed by SIGKILL \(maybe out of memory\)", 137),
     "exception": ("raise ValueError('a bad sample')", "ValueError: a bad sample", 1),
-    "exit 0": ("sys.exit(0)", "left while the others were still training", 1),
     # or it is stopped while it ends, and its code is not known
     "exit 3": ("sys.exit(3)", "(exited with code 3|left while the others)", 3),
 }
@@ -119,24 +126,29 @@ def logs(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted((folder / "logs").iterdir())}
 
 
-def test_ranks_get_arguments_untouched_variables_and_a_log_each(tmp_path: Path) -> None:
+def test_ranks_get_arguments_untouched_variables_and_a_log_each_also_once_restarted(
+    tmp_path: Path,
+) -> None:
     arguments = ["--help", "--nproc", "7", "--", "${local_rank}", "a$$b", "-m", "", "two words"]
     (tmp_path / "config.yaml").write_text("gradients: {overlap: false}\n")
-    code, out, err = launch(
-        tmp_path, TELL, "--nproc", "2", "--strategy", "config.yaml", "script.py", *arguments
-    )
+    options = ["--nproc", "2", "--max-restarts", "1", "--strategy", "config.yaml"]
+    code, out, err = launch(tmp_path, TELL, *options, "script.py", *arguments)
     assert code == 0
-    assert out == json.dumps(arguments) + "\nprogress 1\nprogress 2\n"  # text mode: \r -> \n
+    again = json.dumps(arguments) + "\nprogress 1\nprogress 2\n"  # text mode: \r -> \n
+    assert out == "up\n" + again
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert logs(tmp_path) == {
-        "rank0.log": out,
-        "rank1.log": f"{tmp_path / 'config.yaml'} {threads}\n",
+        "rank0.log": "up\n",
+        "rank0.restart1.log": again,
+        "rank1.log": "up\n",
+        "rank1.restart1.log": f"{tmp_path / 'config.yaml'} {threads}\n",
     }
     for shown in (
         "world size",
         "c10d at a free local port",
         "strategy: config.yaml",
         f"logs: {tmp_path}/logs",
+        "exited with code 5; all ranks start again",
     ):
         assert shown in err
 
@@ -152,29 +164,25 @@ def test_the_first_failing_rank_is_shown_and_its_code_returned(tmp_path: Path) -
     assert "ChildFailedError" not in err
 
 
-def test_failed_ranks_are_restarted_and_keep_their_logs(tmp_path: Path) -> None:
-    code, out, _ = launch(tmp_path, ONCE, "--max-restarts", "1", "script.py")
-    assert (code, out) == (0, "up\nup\n")
-    assert logs(tmp_path) == {"rank0.log": "up\n", "rank0.restart1.log": "up\n"}
-
-
-def test_a_killed_rank_names_its_signal(tmp_path: Path) -> None:
-    code, _, err = launch(tmp_path, KILLED, "--nproc", "2", "-m", "script")
-    assert code == 128 + signal.SIGKILL
-    assert "rank 1 (local rank 1)" in err
-    assert "was killed by SIGKILL (maybe out of memory)" in err
-    assert "still well" in err
-
-
 @pytest.mark.parametrize(("fault", "says", "expected"), FAULTS.values(), ids=FAULTS)
 def test_the_rank_that_began_it_is_named(
     fault: str, says: str, expected: int, tmp_path: Path
 ) -> None:
-    script = TRAIN.replace("FAULT", fault)
-    code, _, err = launch(tmp_path, script, "--nproc", "3", "script.py")
+    script = IN_TORCH.replace("FAULT", fault)
+    code, _, err = launch(tmp_path, script, "--nproc", "2", "-m", "script")
     assert code in (expected, 1)
     assert "rank 1 failed first" in err
     assert re.search(says, " ".join(err.split()))
+    if fault == KILL:
+        assert code == expected
+        assert "still well" in err  # the end of its log
+
+
+def test_a_rank_that_leaves_a_training_is_named(tmp_path: Path) -> None:
+    code, _, err = launch(tmp_path, TRAIN, "--nproc", "2", "script.py")
+    assert code == 1
+    assert "rank 1 failed first" in err
+    assert "left while the others were still training" in " ".join(err.split())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -208,11 +216,17 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path, number: signal.Signals) -
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_mistake_ends_before_anything_starts(
-    tmp_path: Path, options: list[str], message: str
+    tmp_path: Path, monkeypatch, capfd, options: list[str], message: str
 ) -> None:
     (tmp_path / "wrong.yaml").write_text("gradients: {overlapp: true}\n")
-    code, out, err = launch(tmp_path, SLEEP, *options)
-    assert (code, out) == (2, "")
+    (tmp_path / "script.py").write_text(SLEEP)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "argv", ["slipstream", "launch", "--log-dir", "logs", *options])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    out, err = capfd.readouterr()
+    assert (ended.value.code, out) == (2, "")
     assert message in err
     assert not list(tmp_path.glob("pid*"))
 

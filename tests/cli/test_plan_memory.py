@@ -86,10 +86,11 @@ def users_model(tmp_path):
 
 
 @pytest.mark.process
-def test_the_numbers_of_a_users_model(users_model):
-    found = json.loads(
-        _run("--memory", "1MiB", "--model", users_model, "--optimizer", "momentum", "--json")
-    )
+def test_the_numbers_of_a_users_model_and_a_trace_tells_how_fast_larger_batches_are(
+    users_model, files
+):
+    options = ["--memory", "1MiB", "--model", users_model, "--optimizer", "momentum"]
+    found = json.loads(_run(*options, *files, "--json"))
     weights = 8 * (64 * 64 + 64) * 4
     assert (found["parameters"], found["gradients"], found["optimizer"]) == (weights,) * 3
     row = 64 * 4
@@ -101,20 +102,7 @@ def test_the_numbers_of_a_users_model(users_model):
     assert batches["keep all"] == (2**20 - 3 * weights) // (10 * row)  # one more for a gradient
     assert all(batches[name] >= batches["keep all"] for name in each)
 
-
-@pytest.mark.process
-def test_the_tables_of_a_known_model():
-    shown = _run("--memory", "32GiB", "--model", "bert-base", "--length", "128")
-    for text in ("bert-base: the largest batch in 32GiB", "recompute all + offload"):
-        assert text in shown
-    assert "each of 12: bert.encoder.layer.0 .. 11" in shown
-
-
-@pytest.mark.process
-def test_a_trace_tells_how_fast_larger_batches_are(users_model, files):
-    options = ["--memory", "1MiB", "--model", users_model]
-    found = json.loads(_run(*options, *files, "--json"))["techniques"]
-    ways = {way["name"]: way for way in found}
+    ways = {way["name"]: way for way in found["techniques"]}
     work, network = UNEVEN
     for name, share in {"keep all": 0.0, "recompute all": 1.0}.items():
         way = ways[name]
@@ -125,7 +113,15 @@ def test_a_trace_tells_how_fast_larger_batches_are(users_model, files):
         assert way["samples_per_second"] == pytest.approx(expected, rel=0.05)
     assert ways["recompute all + offload"]["samples_per_second"] is None
     assert "samples/s" in _run(*options, *files)
-    assert "samples/s" not in _run(*options)
+
+
+@pytest.mark.process
+def test_the_tables_of_a_known_model():
+    shown = _run("--memory", "32GiB", "--model", "bert-base", "--length", "128")
+    for text in ("bert-base: the largest batch in 32GiB", "recompute all + offload"):
+        assert text in shown
+    assert "each of 12: bert.encoder.layer.0 .. 11" in shown
+    assert "samples/s" not in shown  # without a trace
 
 
 def test_a_trace_with_recomputation_tells_no_speed(files, tmp_path):

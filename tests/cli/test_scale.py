@@ -5,28 +5,24 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
 import psutil
 import pytest
 
+from slipstream.cli import main
 from slipstream.cli.scale import curve, parse_ranks, plot
 from slipstream.errors import LaunchError
 from slipstream.trace.chrome import read
 from slipstream.trace.event import ITERATION
 from tests.harness.training import Training
 
-SCALE = [
-    sys.executable,
-    "-c",
-    "import typer; from slipstream.cli import main, scale; "
-    "main.app.command('scale', context_settings={'allow_interspersed_args': False})(scale.scale); "
-    "main.main()",
-    "scale",
-]
+SCALE = [sys.executable, "-m", "slipstream", "scale"]
 TRAIN = """
 import itertools, os, pathlib, sys
 import torch, slipstream
@@ -42,28 +38,41 @@ FAIL = "raise RuntimeError('no data here')"
 NO_STEP = "print('done')"
 
 
-def _scale(folder: Path, script: str, *options: str, **variables: str) -> tuple[int, str, str]:
-    (folder / "train.py").write_text(script)
-    names = ("SLIPSTREAM_STRATEGY", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE")
-    environ = {name: value for name, value in os.environ.items() if name not in names}
-    environ |= {"GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "100"} | variables
-    done = subprocess.run(
-        [*SCALE, "--folder", "out", *options, "--", "train.py", "--batch", "6"],
-        cwd=folder,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    said = " ".join(re.sub("[^ -~]", " ", done.stderr).split())
-    return done.returncode, done.stdout, said
+@pytest.fixture
+def scale(monkeypatch, capfd, tmp_path) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    """Scale a script in this process: its exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(script: str, *options: str) -> tuple[int, str, str]:
+        Path("train.py").write_text(script)
+        words = ["--folder", "out", *options, "--", "train.py", "--batch", "6"]
+        monkeypatch.setattr(sys, "argv", ["slipstream", "scale", *words])
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        out, err = capfd.readouterr()
+        return ended.value.code or 0, out, " ".join(re.sub("[^ -~]", " ", err).split())
+
+    handler = signal.getsignal(signal.SIGTERM)
+    yield run
+    signal.signal(signal.SIGTERM, handler)
 
 
 def test_each_number_of_ranks_is_measured_and_nothing_is_left_running(tmp_path: Path) -> None:
     (tmp_path / "strategy.yaml").write_text("gradients: {split: single}\n")
-    options = ("--ranks", "2,1", "--steps", "4", "--strategy", "strategy.yaml")
-    code, out, err = _scale(tmp_path, TRAIN, *options)
-    assert code == 0, err
+    (tmp_path / "train.py").write_text(TRAIN)
+    options = ["--ranks", "2,1", "--steps", "4", "--strategy", "strategy.yaml"]
+    names = ("SLIPSTREAM_STRATEGY", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE")
+    environ = {name: value for name, value in os.environ.items() if name not in names}
+    done = subprocess.run(
+        [*SCALE, "--folder", "out", *options, "--", "train.py", "--batch", "6"],
+        cwd=tmp_path,
+        env=environ | {"GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
     document = json.loads((tmp_path / "out" / "scale.json").read_text())
     assert document["command"] == ["train.py", "--batch", "6"]
     assert document["strategy"] == {"gradients": {"split": "single"}}
@@ -76,7 +85,7 @@ def test_each_number_of_ranks_is_measured_and_nothing_is_left_running(tmp_path: 
     iterations = [event.duration for event in read(trace).events if event.name == ITERATION]
     assert one["rate"] == pytest.approx(median(6 / seconds for seconds in iterations))
     for text in ("Scaling on this machine", "samples/s", "speed-up (dots: linear)"):
-        assert text in out
+        assert text in done.stdout
     pids = [int(path.read_text()) for path in tmp_path.glob("pid*")]
     assert len(pids) == 3
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
@@ -97,20 +106,18 @@ def test_each_number_of_ranks_is_measured_and_nothing_is_left_running(tmp_path: 
     ],
     ids=["fails", "never steps", "too slow", "no strategy"],
 )
-def test_a_run_without_a_trace_is_one_clear_error(tmp_path, script, options, reason):
-    code, out, err = _scale(tmp_path, script, "--ranks", "1", "--steps", "2", *options)
+def test_a_run_without_a_trace_is_one_clear_error(scale, script, options, reason):
+    code, out, err = scale(script, "--ranks", "1", "--steps", "2", *options)
     assert (code, out) == (2, "")
     assert re.search(reason, err), err
     assert "Traceback" not in err
 
 
-def test_a_missing_script_is_found_before_anything_runs(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("")
-    command = [*SCALE, "--folder", "out", "nowhere.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert "'nowhere.py' does not exist" in done.stderr
-    assert not (tmp_path / "out").exists()
+def test_a_missing_script_is_found_before_anything_runs(scale) -> None:
+    code, _, err = scale("", "nowhere.py")
+    assert code == 2
+    assert "'nowhere.py' does not exist" in err
+    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,,2", "two", "-1", "1.5"])
@@ -119,9 +126,11 @@ def test_ranks_are_numbers_above_0(text: str) -> None:
         parse_ranks(text)
 
 
-def test_under_a_launcher_it_refuses(tmp_path: Path) -> None:
+def test_under_a_launcher_it_refuses(scale, monkeypatch) -> None:
     rank = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
-    code, out, err = _scale(tmp_path, TRAIN, **rank)
+    for name, value in rank.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = scale(TRAIN)
     assert (code, out) == (2, "")
     assert "started this as rank 1" in err
     assert "slipstream scale --ranks 1,2,4 -- train.py" in err

@@ -34,6 +34,9 @@ Progress = Callable[[float, str], None]
 
 SIZES = tuple(sorted({2**k for k in range(10, 27)} | {3 * 2**k for k in range(9, 25)}))
 """1 KB to 64 MB, two sizes in each doubling."""
+SECONDS = 20.0
+"""The exchanges that are timed may take so long by default; where they get less, all else gets the
+same share of its time."""
 CROWD_TIMES = 8
 """How many times as long many exchanges together take as those that contention is measured by:
 their last messages must not be most of what is timed."""
@@ -43,7 +46,7 @@ def calibrate(
     ranks: Cluster,
     *,
     sizes: Sequence[int] = SIZES,
-    seconds: float = 20.0,
+    seconds: float = SECONDS,
     rounds: int = 9,
     curves: Curves | None = None,
     codecs: Sequence[PlainCodecConfig] = (),
@@ -62,7 +65,7 @@ def calibrate(
         sizes: bytes of the tensors, rounded up to whole elements on every rank.
         seconds: about the longest that the timed exchanges may take together; large sizes are left
             out where the time does not suffice. Contention takes some 5 more, and some 12 more
-            for direct sends.
+            for direct sends; it and all below take less where this is less than SECONDS.
         rounds: the most times that a size is measured.
         curves: measure only these, for a choice that reads no others; the world and all-reduces are
             always measured. None: all.
@@ -87,8 +90,9 @@ def calibrate(
         costs = _contention(ranks, timer.world, networks["world"], part)
         if codecs:
             report(1.0, "codecs")
-        by_codec = {c.kind: slowest_cost(c, timer.world, ranks.device) for c in codecs}
-        costs["half_speed"] = half_speed(timer.world, ranks.device) if half else None
+        where, share = (timer.world, ranks.device), min(seconds / SECONDS, 1.0)
+        by_codec = {codec.kind: slowest_cost(codec, *where, share) for codec in codecs}
+        costs["half_speed"] = half_speed(*where, share) if half else None
         profile = _profile(ranks, timer.world, networks=networks, codecs=by_codec, **costs)
         return broadcast_from_first(profile, timer.world)
 

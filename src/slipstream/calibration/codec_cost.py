@@ -25,6 +25,8 @@ SIZES = (2**14, 2**21)
 ROUNDS = 5
 WINDOW = 0.1
 """Seconds of a round: so long that ranks that share cores compute side by side."""
+SHORTEST = 0.02
+"""Seconds of a round where the whole measurement is a short one: some turns of ranks on a core."""
 
 
 def codec_cost(
@@ -32,12 +34,13 @@ def codec_cost(
     ranks: int,
     device: torch.device,
     together: Callable[[], object] = lambda: None,
+    window: float = WINDOW,
 ) -> CodecCost:
     """Seconds to encode and to decode, as a line over bytes, and the ratio of bytes sent to dense.
 
     They are those of one rank of ``ranks`` for one bucket of an fp32 matrix; the payloads of the
     others are zeros. Encoding ends with the last request of an exchange. ``together`` is called
-    before each round: it waits for ranks that share the cores.
+    before each round of ``window`` seconds: it waits for ranks that share the cores.
 
     Raises:
         ValueError: fewer than two ranks, which send nothing.
@@ -45,7 +48,7 @@ def codec_cost(
     if ranks < 2:
         raise ValueError(f"ranks is {ranks}: a codec's share of the bytes sent needs 2 or more")
     (small, *_), (large, encode, decode, ratio) = (
-        _measured(codec, numel, ranks, device, together) for numel in SIZES
+        _measured(codec, numel, ranks, device, together, window) for numel in SIZES
     )
     per_byte = max(large - small, 0.0) / (4 * (SIZES[1] - SIZES[0]))
     startup = max(small - per_byte * 4 * SIZES[0], 0.0)
@@ -54,11 +57,15 @@ def codec_cost(
 
 
 def slowest_cost(
-    codec: PlainCodecConfig, world: dist.ProcessGroup, device: torch.device
+    codec: PlainCodecConfig, world: dist.ProcessGroup, device: torch.device, share: float = 1.0
 ) -> CodecCost:
-    """The cost on the slowest rank, measured on all at once: ranks of one host share its cores."""
+    """The cost on the slowest rank, measured on all at once: ranks of one host share its cores.
+
+    ``share``: the part of the usual time to take.
+    """
     together = partial(dist.barrier, group=world)
-    cost = dict(codec_cost(codec, dist.get_world_size(world), device, together))
+    window = max(share * WINDOW, SHORTEST)
+    cost = dict(codec_cost(codec, dist.get_world_size(world), device, together, window))
     values = torch.tensor(list(cost.values()), dtype=torch.float64, device=device)
     return CodecCost(**dict(zip(cost, maximum(values, world).tolist(), strict=True)))
 
@@ -69,13 +76,14 @@ def _measured(
     ranks: int,
     device: torch.device,
     together: Callable[[], object],
+    window: float,
 ) -> tuple[float, float, float, float]:
     """Seconds in total, to encode and to decode a bucket; the ratio of bytes sent to dense."""
     side = int(numel**0.5)
     generator = torch.Generator(device).manual_seed(0)  # the user's stays as it is
     weight = torch.randn(side, side, device=device, generator=generator)
     if isinstance(codec, HalfConfig):
-        return _measured_half(codec, weight, together)
+        return _measured_half(codec, weight, together, window)
     momenta = [Momentum(0.9)]
     compressor = make_compressor(codec, [weight], Ranks(0, ranks), momenta=momenta, num_flags=2)
     later = 10**9  # a step after the warm-up of every codec
@@ -85,7 +93,7 @@ def _measured(
     for _ in range(ROUNDS + 1):
         together()
         begin, each = perf_counter(), []
-        while perf_counter() - begin < WINDOW:
+        while perf_counter() - begin < window:
             values = torch.zeros(compressor.num_values, dtype=compressor.works_in, device=device)
             values[: weight.numel()] = weight.flatten()
             flags = torch.zeros(2, dtype=torch.uint8, device=device)
@@ -107,7 +115,7 @@ def _measured(
 
 
 def _measured_half(
-    codec: HalfConfig, weight: torch.Tensor, together: Callable[[], object]
+    codec: HalfConfig, weight: torch.Tensor, together: Callable[[], object], window: float
 ) -> tuple[float, float, float, float]:
     """Only the cast back to fp32: the cast to 16 bits is part of filling the bucket."""
     narrow = weight.to(torch.bfloat16 if codec.dtype == "bf16" else torch.float16)
@@ -115,7 +123,7 @@ def _measured_half(
     for _ in range(ROUNDS + 1):
         together()
         start, count = perf_counter(), 0
-        while perf_counter() - start < WINDOW:
+        while perf_counter() - start < window:
             weight.copy_(narrow)
             synchronize(weight.device)
             count += 1

@@ -16,7 +16,7 @@ from slipstream.planner.network.costs import HalfSpeed
 from slipstream.precision import half_weights
 from slipstream.transport.consistency import maximum
 
-ROUNDS = 5
+ROUNDS, FEWEST = 5, 2
 
 
 class _Residual(nn.Module):
@@ -51,27 +51,31 @@ def _bottleneck() -> nn.Module:
     )
 
 
-def half_speed(world: dist.ProcessGroup, device: torch.device) -> HalfSpeed:
+def half_speed(world: dist.ProcessGroup, device: torch.device, share: float = 1.0) -> HalfSpeed:
     """Measure what the slowest rank gains by ``half_weights`` in bf16, on all ranks at once.
 
     A block's forward and backward in fp32 and in bf16 take turns; its speed is the ratio of the
-    medians. The user's random numbers stay as they are.
+    medians. The user's random numbers stay as they are. ``share``: the part of the usual time to
+    take.
     """
+    rounds = max(round(share * ROUNDS), FEWEST)
     dist.barrier(group=world)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        speeds = [_speed(make, device) for make in (_dense_block, _convolutional_block)]
+        speeds = [_speed(make, device, rounds) for make in (_dense_block, _convolutional_block)]
     slowest = maximum(-torch.tensor(speeds, dtype=torch.float64, device=device), world)
     dense, convolutional = (-slowest).tolist()
     return HalfSpeed(dense=dense, convolutional=convolutional)
 
 
-def _speed(make: Callable[[], tuple[nn.Module, Tensor]], device: torch.device) -> float:
+def _speed(
+    make: Callable[[], tuple[nn.Module, Tensor]], device: torch.device, rounds: int
+) -> float:
     """Seconds of a block in fp32 over those in bf16."""
     block, inputs = make()
     wide, inputs = block.to(device), inputs.to(device)
     narrow = deepcopy(wide)
     half = half_weights(narrow, torch.optim.SGD(narrow.parameters(), lr=0.0))
-    times = [(_seconds(wide, inputs), _seconds(narrow, inputs)) for _ in range(1 + ROUNDS)]
+    times = [(_seconds(wide, inputs), _seconds(narrow, inputs)) for _ in range(1 + rounds)]
     half.close()
     in_fp32, in_bf16 = (median(column) for column in zip(*times[1:], strict=True))
     return float(in_fp32 / in_bf16)

@@ -16,6 +16,8 @@ from torch.nn import functional
 
 SEED = 0
 PIXELS, BATCH = 64, 16  # an exchange and its compute then take about as long at 1 Gbit/s
+WIDTH = 64
+"""Channels of the first layers."""
 
 DemoBatch = tuple[Tensor, Tensor]
 """Images of shape (count, 3, PIXELS, PIXELS) in float32, and their labels in int64."""
@@ -29,12 +31,13 @@ class ResNet18(nn.Sequential):
 
     def __init__(self) -> None:
         torch.manual_seed(SEED)
-        layers: list[nn.Module] = [*_convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-        channels = 64
-        for width, stride in zip((64, 128, 256, 512), (1, 2, 2, 2), strict=True):
+        layers: list[nn.Module] = [*_convolution(3, WIDTH, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+        channels = WIDTH
+        for wider, stride in zip((1, 2, 4, 8), (1, 2, 2, 2), strict=True):
+            width = wider * WIDTH
             layers += [_Block(channels, width, stride), _Block(width, width, 1)]
             channels = width
-        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
 
 
 class _Block(nn.Module):
