@@ -17,13 +17,27 @@ from tests.testbed.traces import wait_for_marked
 _reason = unavailable()
 needs_hosts = pytest.mark.skipif(_reason is not None, reason=str(_reason))
 SLIPSTREAM = [sys.executable, "-m", "slipstream"]
+# As torch would, which takes each rank seconds to import; test_testbed.py has a sum by gloo.
 SUM = """
-import socket, sys, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-value = torch.tensor(float(dist.get_rank()))
-dist.all_reduce(value)
-print(socket.gethostname(), value.item(), sys.argv[1:])
-dist.destroy_process_group()
+import os, socket, sys, time
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+meeting = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+if rank == 0:
+    with socket.create_server(("", meeting[1])) as server:
+        others = [server.accept()[0] for _ in range(world - 1)]
+    total = sum(int(other.recv(1)) for other in others)
+    for other in others:
+        other.sendall(b"%d" % total)
+else:
+    while True:
+        try:
+            first = socket.create_connection(meeting)
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    first.sendall(b"%d" % rank)
+    total = int(first.recv(1))
+print(socket.gethostname(), os.environ["LOCAL_RANK"], total, sys.argv[1:])
 """
 FAIL = """
 import os, time
@@ -53,11 +67,11 @@ def test_run_launches_the_script_on_every_host(slipstream, tmp_path) -> None:
     code, out, err = slipstream("testbed", "run", *options, "--", str(script), "--steps", "3")
 
     assert code == 0, err
-    assert out == "node0 6.0 ['--steps', '3']\n"
+    assert out == "node0 0 6 ['--steps', '3']\n"
     assert "links of 1 Gbit/s" in err
     assert "198.18.0.2" in err
-    for rank, host in enumerate(["node0", "node0", "node1", "node1"]):
-        assert (logs / f"rank{rank}.log").read_text() == f"{host} 6.0 ['--steps', '3']\n"
+    for rank, host in enumerate(["node0 0", "node0 1", "node1 0", "node1 1"]):
+        assert (logs / f"rank{rank}.log").read_text() == f"{host} 6 ['--steps', '3']\n"
 
 
 @needs_hosts
