@@ -17,27 +17,13 @@ from tests.testbed.traces import wait_for_marked
 _reason = unavailable()
 needs_hosts = pytest.mark.skipif(_reason is not None, reason=str(_reason))
 SLIPSTREAM = [sys.executable, "-m", "slipstream"]
-# As torch would, which takes each rank seconds to import; test_testbed.py has a sum by gloo.
-SUM = """
-import os, socket, sys, time
-rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-meeting = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-if rank == 0:
-    with socket.create_server(("", meeting[1])) as server:
-        others = [server.accept()[0] for _ in range(world - 1)]
-    total = sum(int(other.recv(1)) for other in others)
-    for other in others:
-        other.sendall(b"%d" % total)
-else:
-    while True:
-        try:
-            first = socket.create_connection(meeting)
-            break
-        except ConnectionRefusedError:
-            time.sleep(0.05)
-    first.sendall(b"%d" % rank)
-    total = int(first.recv(1))
-print(socket.gethostname(), os.environ["LOCAL_RANK"], total, sys.argv[1:])
+# Without torch, which each rank would import for seconds: `doctor --nodes` launches ranks in the
+# same way, and its test has them reduce.
+MEET = """
+import os, socket, sys
+socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))).close()
+place = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+print(socket.gethostname(), *place, sys.argv[1:])
 """
 FAIL = """
 import os, time
@@ -61,17 +47,17 @@ def slipstream(monkeypatch, capfd):
 
 @needs_hosts
 def test_run_launches_the_script_on_every_host(slipstream, tmp_path) -> None:
-    script, logs = tmp_path / "sum.py", tmp_path / "logs"
-    script.write_text(SUM)
+    script, logs = tmp_path / "meet.py", tmp_path / "logs"
+    script.write_text(MEET)
     options = ["--nodes", "2", "--ranks-per-node", "2", "--log-dir", str(logs)]
     code, out, err = slipstream("testbed", "run", *options, "--", str(script), "--steps", "3")
 
     assert code == 0, err
-    assert out == "node0 0 6 ['--steps', '3']\n"
+    assert out == "node0 0 4 0 ['--steps', '3']\n"
     assert "links of 1 Gbit/s" in err
     assert "198.18.0.2" in err
-    for rank, host in enumerate(["node0 0", "node0 1", "node1 0", "node1 1"]):
-        assert (logs / f"rank{rank}.log").read_text() == f"{host} 6 ['--steps', '3']\n"
+    for rank, place in enumerate(["node0 0 4 0", "node0 1 4 1", "node1 2 4 0", "node1 3 4 1"]):
+        assert (logs / f"rank{rank}.log").read_text() == f"{place} ['--steps', '3']\n"
 
 
 @needs_hosts
