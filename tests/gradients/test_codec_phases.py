@@ -124,7 +124,8 @@ def measured(codec):
     model = torch.nn.Sequential(torch.nn.Linear(1024, 2048), torch.nn.Linear(2048, 1024))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     log = []
-    with slipstream.accelerate(model, optimizer, strategy={"gradients": {"codec": codec}}) as session:
+    strategy = {"gradients": {"codec": codec}}
+    with slipstream.accelerate(model, optimizer, strategy=strategy) as session:
         for step in range(5):
             wire = sum(segment.wire_bytes for segment in session.segments)
             dist.barrier(group)
@@ -172,7 +173,10 @@ def on_hosts() -> dict[str, list[list[tuple[int, int]]]]:
         said = [json.loads(process.communicate(timeout=150)[0]) for process in processes]
         assert [process.returncode for process in processes] == [0] * 3
     by_codec = zip(*said, strict=True)
-    return {n: [*zip(*ranks, strict=True)] for n, ranks in zip(names, by_codec, strict=True)}
+    return {
+        name: [list(step) for step in zip(*ranks, strict=True)]
+        for name, ranks in zip(names, by_codec, strict=True)
+    }
 
 
 @pytest.mark.skipif(_no_hosts is not None, reason=str(_no_hosts))
