@@ -123,7 +123,7 @@ def logs() -> dict[tuple[int, int], dict[str, Any]]:
                 node,
                 [sys.executable, "-c", HOST, *map(json.dumps, arguments)],
                 {
-                    "MASTER_ADDR": bed.nodes[0].address,
+                    "MASTER_ADDR": bed.nodes[0].name,
                     "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path]),
                 },
                 stdout=subprocess.PIPE,
