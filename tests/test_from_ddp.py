@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+from itertools import chain
 from pathlib import Path
 
-import pytest
 import torch
 
+from tests.harness.scripts import Script, torchrun
+
 PAGE = Path(__file__).parents[1] / "docs/from-ddp.md"
-LAUNCH = {
-    "-": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    "+": [sys.executable, "-m", "slipstream", "launch", "--nproc", "2"],
-}
 
 
 def script(side: str) -> str:
@@ -23,15 +19,16 @@ def script(side: str) -> str:
     return "".join(line[1:] + "\n" for line in diff.splitlines() if line[:1] in (side, " "))
 
 
-@pytest.mark.process
 def test_both_scripts_run_and_train_the_same(tmp_path: Path) -> None:
-    running = {}
-    for name, (side, launch) in zip(("before", "after"), LAUNCH.items(), strict=True):
+    running: dict[Path, list[Script]] = {}
+    for name, side in {"before": "-", "after": "+"}.items():
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "train.py").write_text(script(side))
-        running[folder] = subprocess.Popen([*launch, "train.py"], cwd=folder)
-    assert [process.wait(120) for process in running.values()] == [0, 0]
+        path, log = folder / "train.py", folder / "log"
+        path.write_text(script(side))
+        running[folder] = [Script(path, env=e, log=log, folder=folder) for e in torchrun(2)]
+    codes = [rank.wait(120) for rank in chain(*running.values())]
+    assert codes == [0] * 4, [(folder / "log").read_text() for folder in running]
     before, after = (torch.load(folder / "checkpoint.pt") for folder in running)
     torch.testing.assert_close(after["model"], before["model"])
     momenta = (state["optimizer"]["state"][0]["momentum_buffer"] for state in (after, before))

@@ -17,13 +17,13 @@ from tests.testbed.traces import wait_for_marked
 _reason = unavailable()
 needs_hosts = pytest.mark.skipif(_reason is not None, reason=str(_reason))
 SLIPSTREAM = [sys.executable, "-m", "slipstream"]
-SUM = """
-import socket, sys, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-value = torch.tensor(float(dist.get_rank()))
-dist.all_reduce(value)
-print(socket.gethostname(), value.item(), sys.argv[1:])
-dist.destroy_process_group()
+# Without torch, which each rank would import for seconds: `doctor --nodes` launches ranks in the
+# same way, and its test has them reduce.
+MEET = """
+import os, socket, sys
+socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))).close()
+place = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+print(socket.gethostname(), *place, sys.argv[1:])
 """
 FAIL = """
 import os, time
@@ -47,17 +47,17 @@ def slipstream(monkeypatch, capfd):
 
 @needs_hosts
 def test_run_launches_the_script_on_every_host(slipstream, tmp_path) -> None:
-    script, logs = tmp_path / "sum.py", tmp_path / "logs"
-    script.write_text(SUM)
+    script, logs = tmp_path / "meet.py", tmp_path / "logs"
+    script.write_text(MEET)
     options = ["--nodes", "2", "--ranks-per-node", "2", "--log-dir", str(logs)]
     code, out, err = slipstream("testbed", "run", *options, "--", str(script), "--steps", "3")
 
     assert code == 0, err
-    assert out == "node0 6.0 ['--steps', '3']\n"
+    assert out == "node0 0 4 0 ['--steps', '3']\n"
     assert "links of 1 Gbit/s" in err
     assert "198.18.0.2" in err
-    for rank, host in enumerate(["node0", "node0", "node1", "node1"]):
-        assert (logs / f"rank{rank}.log").read_text() == f"{host} 6.0 ['--steps', '3']\n"
+    for rank, place in enumerate(["node0 0 4 0", "node0 1 4 1", "node1 2 4 0", "node1 3 4 1"]):
+        assert (logs / f"rank{rank}.log").read_text() == f"{place} ['--steps', '3']\n"
 
 
 @needs_hosts

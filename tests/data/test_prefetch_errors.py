@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from multiprocessing import active_children
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from slipstream.data.prefetch import prefetch
 from slipstream.errors import DataError, ModelError, UsageError
 from slipstream.strategy import PrefetchConfig
 from tests.data.datasets import Config, Numbers, Stream, Waits
+from tests.harness.scripts import Script
 
 
 class Broken(Numbers):
@@ -108,15 +110,15 @@ except Exception as error:
     [("samples", "samples 4, 5 were"), ("stream", "batch 2 of the pass, counted from 0, was")],
 )
 def test_a_worker_that_dies_is_an_error_of_the_batch_that_does_not_come(
-    kind: str, named: str, computing: str
+    kind: str, named: str, computing: str, tmp_path: Path
 ) -> None:
     """In a process of its own, as in the training no SIGCHLD was handled yet."""
-    done = subprocess.run(
-        [sys.executable, "-c", DYING, kind, computing], capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout.startswith("[[0, 1], [2, 3]] DataError DataLoader worker"), done
-    assert f"while {named} awaited; read the dataset alone" in done.stdout
-    assert (done.stderr, done.returncode) == ("", 0)
+    script, log = tmp_path / "dying.py", tmp_path / "log"
+    script.write_text(DYING)
+    code, printed = Script(script, kind, computing, log=log).wait(120), log.read_text()
+    assert printed.startswith("[[0, 1], [2, 3]] DataError DataLoader worker"), printed
+    assert f"while {named} awaited; read the dataset alone" in printed
+    assert (code, "Traceback" in printed, "Warning" in printed) == (0, False, False)
 
 
 FULL = """
@@ -133,30 +135,34 @@ class Large:
     def __getitem__(self, index):
         return torch.zeros(2**18)  # 1 MiB
 
-loader = prefetch(DataLoader(Large(), batch_size=2), PrefetchConfig(%s))
-try:
-    for batch in loader:
-        pass
-    print("all was read")
-except DataError as error:
-    print(error, flush=True)
+for config in ({"workers": 1, "depth": 2}, {}):
+    loader = prefetch(DataLoader(Large(), batch_size=2), PrefetchConfig(**config))
+    try:
+        for batch in loader:
+            pass
+        print("all was read")
+    except DataError as error:
+        print(str(error).replace("\\n", " "), flush=True)
+    loader.close()
 os._exit(0)
 """
 
 
 @pytest.mark.namespace
 @pytest.mark.process
-@pytest.mark.parametrize("config", ["workers=1, depth=2", ""])
-def test_a_full_shared_memory_is_an_error_that_names_it_and_the_samples(config: str) -> None:
+def test_a_full_shared_memory_is_an_error_that_names_it_and_the_samples() -> None:
     """In a mount namespace, whose /dev/shm has 1 MiB."""
     small = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$0" -c "$1"'
     command = ["unshare", "--map-root-user", "--mount", "sh", "-c", small]
     done = subprocess.run(
-        [*command, sys.executable, FULL % config], capture_output=True, text=True, timeout=120
+        [*command, sys.executable, FULL], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert "/dev/shm" in done.stdout, done.stdout + done.stderr
-    assert ("samples 0, 1" in done.stdout) or "a batch has 2.0 MiB" in done.stdout
+    said = done.stdout.splitlines()
+    assert len(said) == 2, done.stdout + done.stderr
+    for line in said:
+        assert "/dev/shm" in line
+        assert ("samples 0, 1" in line) or "a batch has 2.0 MiB" in line
 
 
 def test_a_thread_that_hangs_is_an_error_that_names_the_samples() -> None:

@@ -25,6 +25,7 @@ RANKS_RUN = "tests.ranks.run"
 _MODULES = {"subprocess", "multiprocessing"}
 _STARTERS = {
     ("tests.harness.ranks", "Ranks"): "ranks",
+    ("tests.harness.scripts", "Script"): "process",
     ("slipstream.cli.main", "main"): "process",
     ("slipstream.testbed.testbed", "Testbed"): "namespace",
     ("slipstream.testbed.machine", "unavailable"): "namespace",

@@ -29,9 +29,9 @@ import pytest
 
 from tests.harness.marks import RANKS_RUN
 
-_context = multiprocessing.get_context("forkserver")
+context = multiprocessing.get_context("forkserver")
 # A rank is a fork of a server that has imported all this once (7 s of CPU), not a new interpreter.
-_context.set_forkserver_preload(
+context.set_forkserver_preload(
     [
         "torch",
         "torch.distributed",
@@ -89,7 +89,7 @@ class Ranks:
         sys.audit(RANKS_RUN)
         if not self._workers:
             self._start()
-        port = _free_port()
+        port = free_port()
         self._meetings += 1
         meeting = f"{self._folder.name}/meeting{self._meetings}"
         for rank, (_, pipe) in enumerate(self._workers):
@@ -146,8 +146,8 @@ class Ranks:
 
     def _start(self) -> None:
         for _ in range(self.size):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(theirs, list(sys.path)), daemon=True)
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, list(sys.path)), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -160,7 +160,7 @@ class PerRank:
         self.values = values
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

@@ -6,9 +6,7 @@ python -m tests.local.comings 20
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,8 +15,8 @@ from statistics import fmean
 from typing import Any
 
 from slipstream.cli.store import open_store
+from tests.harness.scripts import Script
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT = 60.0
 """Seconds after which jobs go on without one that is silent; as in job.py."""
 
@@ -39,26 +37,20 @@ class Jobs:
             str(pause),
             json.dumps(settings or {}),
         ]
-        self.running: list[subprocess.Popen[bytes]] = []
+        self.running: list[Script] = []
 
-    def start(self) -> subprocess.Popen[bytes]:
-        log = (self.folder / f"{len(list(self.folder.glob('*.log')))}.log").open("wb")
-        with log:
-            job = subprocess.Popen(
-                [sys.executable, "-m", "tests.local.job", *self._arguments],
-                cwd=ROOT,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
-            )
+    def start(self) -> Script:
+        log = self.folder / f"{len(list(self.folder.glob('*.log')))}.log"
+        log.touch()
+        job = Script(Path(__file__).with_name("job.py"), *self._arguments, log=log)
         self.running.append(job)
         return job
 
-    def updates(self, job: subprocess.Popen[bytes]) -> int:
+    def updates(self, job: Script) -> int:
         path = self.folder / f"{job.pid}.updates"
         return int(path.read_text() or 0) if path.exists() else 0
 
-    def wait_for(self, update: int, job: subprocess.Popen[bytes], seconds: float = 60) -> None:
+    def wait_for(self, update: int, job: Script, seconds: float = 60) -> None:
         until = time.monotonic() + seconds
         while self.updates(job) < update:
             assert job.poll() is None, self.logs()
@@ -73,9 +65,8 @@ class Jobs:
         part.rename(self.folder / "end")
         return last
 
-    def kill(self, job: subprocess.Popen[bytes]) -> None:
+    def kill(self, job: Script) -> None:
         job.kill()
-        job.wait()
         self.running.remove(job)
 
     def end(self, seconds: float = 90) -> list[dict[str, Any]]:
@@ -86,7 +77,6 @@ class Jobs:
         finally:
             for job in self.running:
                 job.kill()
-                job.wait()
         return [json.loads((self.folder / f"{job.pid}.json").read_text()) for job in self.running]
 
     def logs(self) -> str:

@@ -32,7 +32,7 @@ from slipstream.local.open_training import OpenTraining
 from slipstream.local.rendezvous import Rendezvous, View
 from slipstream.strategy import RendezvousConfig, Strategy
 from tests.harness.ranks import Ranks
-from tests.local import comings, job
+from tests.local import job
 from tests.local.comings import ENDLESS, TIMEOUT, Jobs
 from tests.local.reference import flat
 from tests.local.test_training import build, loss_of, sgd
@@ -149,7 +149,8 @@ def test_jobs_train_as_ranks_of_one_job(tmp_path: Path, settings: dict[str, Any]
 
 def test_a_job_that_is_killed_comes_back(tmp_path: Path) -> None:
     jobs = Jobs(tmp_path, ENDLESS, 0.02)
-    stays, victim = jobs.start(), jobs.start()
+    jobs.start()
+    victim = jobs.start()
     jobs.wait_for(30, victim)
     jobs.kill(victim)
     jobs.wait_for(1, jobs.start())
@@ -164,7 +165,6 @@ def test_a_job_that_is_killed_comes_back(tmp_path: Path) -> None:
     [share] = re.findall(rf"begins at {newcomer['begun']} with share (\d)", jobs.logs())
     [gone] = re.findall(r"island (\d) is gone", jobs.logs())
     assert int(share) == int(gone) - 1
-    assert stays.returncode == 0
 
 
 def test_a_job_that_is_silent_for_long_joins_again(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ ISLAND = """
 import os, sys, time
 import torch, slipstream
 from pathlib import Path
-from tests.local import comings, job
+from tests.local import job
 
 model = job.build()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -225,11 +225,11 @@ def test_a_launch_of_islands_starts_another_one_where_one_fails(tmp_path: Path) 
         *(sys.executable, "-m", "slipstream", "launch", "--islands", "2", "--max-restarts", "1"),
         *("--strategy", "local.yaml", "--log-dir", "logs", "train.py"),
     ]
-    path = f"{comings.ROOT / 'src'}:{comings.ROOT}"
+    root = Path(__file__).parents[2]
     run = subprocess.run(
         command,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}"},
         capture_output=True,
         text=True,
         timeout=120,

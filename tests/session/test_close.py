@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +10,7 @@ import torch.distributed as dist
 
 from slipstream.errors import HangError
 from tests.harness.ranks import RankFailure, Ranks
+from tests.harness.scripts import Script, torchrun
 from tests.session.training import loss_of, opened, update
 
 
@@ -108,29 +105,13 @@ ENDINGS: dict[str, tuple[str, int, tuple[str, str]]] = {
 def test_a_script_ends_with_its_own_exit_code(
     tmp_path: Path, ending: str, code: int, words: tuple[str, str]
 ) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(f"{SCRIPT}{ending}\n")
-    ranks = start(script)
-    outcomes = [(process.communicate(timeout=60)[1], process.returncode) for process in ranks]
-    assert [returned for _, returned in outcomes] == [code, code], outcomes
-    for (text, _), expected in zip(outcomes, words, strict=True):
+    path = tmp_path / "train.py"
+    path.write_text(f"{SCRIPT}{ending}\n")
+    logs = [tmp_path / f"{rank}.log" for rank in range(2)]
+    ranks = [Script(path, log=log, env=env) for log, env in zip(logs, torchrun(2), strict=True)]
+    returned = [script.wait(60) for script in ranks]
+    outcomes = [log.read_text() for log in logs]
+    assert returned == [code, code], outcomes
+    for text, expected in zip(outcomes, words, strict=True):
         assert expected in text
         assert expected or "Traceback" not in text, text
-
-
-def start(script: Path) -> list[subprocess.Popen[str]]:
-    """Two processes as ``torchrun`` would start them, each with an exit code of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    common |= {"MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]

@@ -6,8 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +17,7 @@ _reason = unavailable()
 pytestmark = pytest.mark.skipif(_reason is not None, reason=str(_reason))
 ROOT = Path(__file__).parents[2]
 
-RANK = """
+HOST = """
 import json, os, sys, torch, torch.distributed as dist
 from slipstream.codecs import HostsCompressor
 from slipstream.strategy import GradientsConfig
@@ -30,41 +30,55 @@ def sent():
     [line] = [x for x in open("/proc/self/net/dev") if x.strip().startswith("eth0:")]
     return int(line.split()[9])
 
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-found = find_hosts(dist.group.WORLD, 1)
-found.close()
-numel, log = 2**20, {"nodes": found.nodes}
-for name in ("direct", "hierarchical", {"kind": "hierarchical", "between": "flat"}):
-    if name not in ("direct", "hierarchical") and len({len(n) for n in found.nodes}) > 1:
-        continue
-    transport = make_transport(GradientsConfig(transport=name).transport, dist.group.WORLD)
-    dist.barrier()
-    before = sent()
-    dist.barrier()
-    tensor = torch.arange(numel).float() + dist.get_rank()
-    for work in transport.start(AllReduce(tensor)):
-        work.wait()
-    world = dist.get_world_size()
-    assert torch.equal(tensor, world * torch.arange(numel) + world * (world - 1) / 2)
-    dist.barrier()
-    log[str(name)] = (sent() - before) / (4 * numel)
-    dist.barrier()
-    for codec in json.loads(sys.argv[1]) if name == "hierarchical" else ():
-        config, weights = GradientsConfig(codec=codec).codec, [torch.zeros(512, 1024)] * 2
-        compressor = HostsCompressor(config, weights, transport.rails)
-        values = torch.randn(compressor.num_values)
+def measured(codecs):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = find_hosts(dist.group.WORLD, 1)
+    found.close()
+    numel, log = 2**20, {"nodes": found.nodes}
+    for name in ("direct", "hierarchical", {"kind": "hierarchical", "between": "flat"}):
+        if name not in ("direct", "hierarchical") and len({len(n) for n in found.nodes}) > 1:
+            continue
+        transport = make_transport(GradientsConfig(transport=name).transport, dist.group.WORLD)
         dist.barrier()
         before = sent()
         dist.barrier()
-        run(compressor.exchange(values, torch.zeros(1, dtype=torch.uint8), 0), transport)
+        tensor = torch.arange(numel).float() + dist.get_rank()
+        for work in transport.start(AllReduce(tensor)):
+            work.wait()
+        world = dist.get_world_size()
+        assert torch.equal(tensor, world * torch.arange(numel) + world * (world - 1) / 2)
         dist.barrier()
-        log[codec["kind"]] = sent() - before
+        log[str(name)] = (sent() - before) / (4 * numel)
         dist.barrier()
-    transport.close()
-print(json.dumps(log), flush=True)
-dist.barrier()
-dist.destroy_process_group()
+        for codec in codecs if name == "hierarchical" else ():
+            config, weights = GradientsConfig(codec=codec).codec, [torch.zeros(512, 1024)] * 2
+            compressor = HostsCompressor(config, weights, transport.rails)
+            values = torch.randn(compressor.num_values)
+            dist.barrier()
+            before = sent()
+            dist.barrier()
+            run(compressor.exchange(values, torch.zeros(1, dtype=torch.uint8), 0), transport)
+            dist.barrier()
+            log[codec["kind"]] = sent() - before
+            dist.barrier()
+        transport.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return log
+
+# A rank is a fork: torch has been imported, and no thread has been started.
+codecs, worlds = map(json.loads, sys.argv[1:])
+for port, (world, ranks) in enumerate(worlds, start=29500):
+    children = []
+    for rank in ranks:
+        if child := os.fork():
+            children.append(child)
+            continue
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_PORT=str(port))
+        print(json.dumps([world, rank, measured(codecs)]), flush=True)
+        sys.exit()
+    assert all(os.waitpid(child, 0)[1] == 0 for child in children)
 """
 
 
@@ -87,44 +101,48 @@ CODED = [
 """Codecs, and the bytes that a host sends of two gradients of 512 x 1024."""
 
 
-def ran(where: Sequence[int]) -> list[dict[str, float]]:
-    """What each rank says, where rank r runs on the host ``where[r]``."""
-    with Testbed(nodes=len(set(where)), rate="1gbit") as bed:
-        processes = [
-            bed.popen(
-                bed.nodes[host],
-                [sys.executable, "-c", RANK, json.dumps([config for config, _ in CODED])],
+LAYOUTS = {
+    "2 x 2, permuted": ([0, 1, 0, 1], [[0, 2], [1, 3]]),
+    "1 + 2 + 2": ([0, 1, 1, 2, 2], [[0], [1, 2], [3, 4]]),
+}
+"""The host of each rank, and the ranks of each host; sizes of the worlds differ."""
+
+
+@pytest.fixture(scope="module")
+def logs() -> dict[tuple[int, int], dict[str, Any]]:
+    """What each rank of each layout says, by the size of its world and its number."""
+    with Testbed(nodes=3, rate="1gbit") as bed:
+        processes = []
+        for host, node in enumerate(bed.nodes):
+            worlds = [
+                (len(where), [rank for rank, own in enumerate(where) if own == host])
+                for where, _ in LAYOUTS.values()
+            ]
+            arguments = [[config for config, _ in CODED], worlds]
+            process = bed.popen(
+                node,
+                [sys.executable, "-c", HOST, *map(json.dumps, arguments)],
                 {
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(len(where)),
-                    "MASTER_ADDR": bed.nodes[where[0]].address,
-                    "MASTER_PORT": "29500",
+                    "MASTER_ADDR": bed.nodes[0].name,
                     "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path]),
                 },
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            for rank, host in enumerate(where)
-        ]
-        said = [process.communicate(timeout=100)[0] for process in processes]
-        assert [process.returncode for process in processes] == [0] * len(where)
-    return [json.loads(text) for text in said]
+            processes.append(process)
+        said = [process.communicate(timeout=150)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0] * 3
+    lines = [json.loads(line) for text in said for line in text.splitlines()]
+    return {(world, rank): log for world, rank, log in lines}
 
 
-@pytest.mark.parametrize(
-    ("where", "nodes"),
-    [
-        ([0, 1, 0, 1], [[0, 2], [1, 3]]),
-        ([0, 1, 1, 2, 2], [[0], [1, 2], [3, 4]]),
-    ],
-    ids=["2 x 2, permuted", "1 + 2 + 2"],
-)
+@pytest.mark.parametrize(("where", "nodes"), LAYOUTS.values(), ids=LAYOUTS)
 def test_hosts_are_found_and_send_what_the_formula_says(
-    where: list[int], nodes: list[list[int]]
+    where: list[int], nodes: list[list[int]], logs: dict[tuple[int, int], dict[str, Any]]
 ) -> None:
-    by_rank = ran(where)
     hosts, world = len(nodes), len(where)
-    for log, host in zip(by_rank, where, strict=True):
+    for rank, host in enumerate(where):
+        log = logs[world, rank]
         assert log["nodes"] == nodes
         here = where.count(host)
         # direct: each rank sends to all on other hosts its pieces, and the sum of its share.

@@ -1,0 +1,136 @@
+"""Training scripts as processes of their own: forks of the server of the ranks.
+
+    env = torchrun(2)
+    both = [Script(path, "--steps", "3", env=env[r], log=tmp_path / f"{r}.log") for r in range(2)]
+    assert [script.wait(60) for script in both] == [0, 0]
+
+Equal to as many ``python path --steps 3``, but for the 4 to 8 s of CPU in which each would import
+torch: the server has imported it, and has no thread, no group and no session, so that its fork is
+an interpreter that has just done so. The file runs as ``__main__``, with arguments, variables,
+folder and streams of its own. It ends as an interpreter does: exit handlers run, threads are
+joined, modules are taken down, and the code is that of its error or of ``sys.exit``. The objects of
+the imports alone are not collected then, as the server has frozen them (see ``frozen``), and
+triton's binding says so on stderr.
+
+A test that is about the start needs an interpreter: about its options, about variables that it
+reads before the script runs (``PYTHON...``), about what an import brings or warns of.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import multiprocessing.process
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+
+from tests.harness.ranks import context, free_port
+
+
+class Script:
+    """``path`` with the arguments ``words``, which runs from now on.
+
+    Args:
+        path: of the file.
+        words: of its command line.
+        env: variables added to those of this process.
+        folder: in which it runs; without, this process's own.
+        log: the file for what it prints.
+        errors: the file for what goes to stderr; without, ``log``.
+        strict: a warning is an error, as by ``-W error``.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *words: str,
+        log: Path,
+        errors: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        strict: bool = False,
+    ) -> None:
+        files = [str(file.absolute()) for file in (log, errors or log)]
+        place = {**os.environ, **(env or {})}, str(folder or "."), files, [*sys.path]
+        arguments = ([str(path.absolute()), *words], *place, strict)
+        self._process = context.Process(target=_run, args=arguments, daemon=True)
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Its code if it has ended; -n if signal n has ended it."""
+        return self._process.exitcode
+
+    def wait(self, seconds: float) -> int:
+        """Its code; who takes longer is killed."""
+        self._process.join(seconds)
+        if self.poll() is None:
+            self.kill()
+            raise TimeoutError(f"process {self.pid} has not ended within {seconds:g} s")
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def torchrun(size: int) -> list[dict[str, str]]:
+    """The variables by which ``torchrun`` tells each of ``size`` ranks on this machine of it."""
+    common = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": "lo"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+
+
+def _run(
+    words: list[str],
+    env: dict[str, str],
+    folder: str,
+    files: list[str],
+    path: list[str],
+    strict: bool,
+) -> None:
+    """Become the interpreter of a script, and end as it does."""
+    # Nothing tells that this is a child: its own ones are started as anybody's.
+    multiprocessing.set_start_method(None, force=True)
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
+    this = multiprocessing.current_process()
+    this.name = "MainProcess"
+    this._config["daemon"] = False  # type: ignore[attr-defined]
+    for stream, name in zip((1, 2), files, strict=True):
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, stream)
+        os.close(file)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv[:] = words
+    script = words[0]
+    sys.path[:] = [os.path.dirname(script), *path]
+    if strict:
+        warnings.simplefilter("error")
+    main = ModuleType("__main__")
+    main.__file__ = script
+    sys.modules["__main__"] = main
+    sys.modules.pop("__mp_main__", None)
+    code = 0
+    try:
+        exec(compile(Path(script).read_text(), script, "exec"), vars(main))
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:
+        trace = error.__traceback__ and error.__traceback__.tb_next  # from the script on
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        code = 1
+    ctypes.pythonapi.Py_Exit(code)
