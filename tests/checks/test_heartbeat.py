@@ -124,10 +124,8 @@ def with_a_fault(fault: str, folder: Path, strategy: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_others_end_and_name_the_rank(three, tmp_path, fault):
-    # a stopped process never answers: the pool kills it
-    limit = 60 if fault == "stop" else 90
     with pytest.raises(RankFailure) as caught:
-        three.run(with_a_fault, fault, tmp_path, {}, timeout=limit)
+        three.run(with_a_fault, fault, tmp_path, {}, timeout=90)
     errors, words = caught.value.errors, FAULTS[fault][1]
     for rank in {0, 1, 2} - {BAD}:
         if errors[rank] == "the process died":  # an exchange with a stopped peer never breaks

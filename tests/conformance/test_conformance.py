@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -12,11 +13,11 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from tests.conformance.cell import Verdict
-from tests.conformance.habit import all_habits
+from tests.conformance.habit import Habit, all_habits
 from tests.conformance.models import Mlp
 from tests.conformance.page import COMMAND, PAGE, read, render
 from tests.conformance.required import missing, required
-from tests.conformance.rows import Outcomes, joined, run_matrix, run_row
+from tests.conformance.rows import joined, run_matrix, run_row
 from tests.conformance.sides import UnderDdp
 from tests.conformance.techniques import TECHNIQUES
 from tests.harness.ranks import Ranks
@@ -26,15 +27,21 @@ pytestmark = pytest.mark.timeout(900)
 NAMES = [technique.name for technique in TECHNIQUES]
 IN_SUITE = (
     *("hierarchical", "sharded", "int8 feedback", "accumulate", "half_weights sharded"),
-    *("fuse_optimizer adamw", "balance", "pipeline parallel", "DdpCodec onebit", "local"),
+    *("fuse_optimizer adamw", "balance", "pipeline parallel", "local", "DdpCodec onebit"),
 )
-"""Rows that the suite runs: one of each kind, as all of them take ten minutes; the others are run
-by the command that makes the page."""
+"""Rows that the suite runs: one of each kind, each under every other habit, so that a habit meets
+five kinds. All of them take ten minutes; they are run by the command that makes the page."""
+
+
+def habits_of(name: str) -> tuple[Habit, ...]:
+    """The columns of a row in the suite: a row takes those that the one before leaves out."""
+    return all_habits()[IN_SUITE.index(name) % 2 :: 2]
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> Outcomes:
-    return run_matrix([technique for technique in TECHNIQUES if technique.name in IN_SUITE])
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
 
 
 def test_every_setting_kernel_and_hook_has_a_row() -> None:
@@ -58,10 +65,16 @@ def test_names_are_there_once() -> None:
     assert len(set(habits)) == len(habits)
 
 
+def test_every_habit_is_tried_beside_five_techniques() -> None:
+    tried = Counter(habit.name for name in IN_SUITE for habit in habits_of(name))
+    assert tried == {habit.name: 5 for habit in all_habits()}
+
+
 @pytest.mark.parametrize("name", IN_SUITE)
-def test_no_cell_is_wrong_or_empty(outcomes: Outcomes, name: str) -> None:
-    row = outcomes[name]
-    assert [*row] == [habit.name for habit in all_habits()]
+def test_no_cell_is_wrong_or_empty(two: Ranks, name: str) -> None:
+    technique = next(technique for technique in TECHNIQUES if technique.name == name)
+    row = run_row(two, technique, habits_of(name))
+    assert [*row] == [habit.name for habit in habits_of(name)]
     assert {habit: v.text for habit, v in row.items() if v.outcome == "wrong"} == {}
 
 
@@ -129,17 +142,12 @@ FAULTY = {
 }
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-def test_what_is_left_out_for_ddp_is_wrong_without_a_hook(two: Ranks) -> None:
+def test_what_is_left_out_for_ddp_is_wrong_without_a_hook() -> None:
     """So it says nothing of the hook."""
-    habits = [habit for habit in all_habits() if "not DDP" in habit.needs]
+    habits = [habit for habit in all_habits() if "not DDP" in habit.needs and not habit.apart]
     plain_ddp = replace(FLAT, name="DDP", loop=PlainDdp)
-    row = run_row(two, plain_ddp, [habit for habit in habits if not habit.apart])
+    row = run_matrix([plain_ddp], habits)["DDP"]
+    assert [*row] == [habit.name for habit in habits]
     assert {name for name, verdict in row.items() if verdict.outcome != "wrong"} == set()
 
 

@@ -51,6 +51,11 @@ def _count_anew() -> Iterator[None]:
         yield
 
 
+def batch() -> Tensor:
+    """Of one shape and dtype in all tests, which so share what the compiler keeps on disk."""
+    return torch.randn(7, 4, dtype=torch.float64)
+
+
 def trained(model: nn.Module, x: Tensor) -> list[Tensor]:
     model.zero_grad()
     out = model(x)
@@ -59,7 +64,7 @@ def trained(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def test_blocks_of_a_kind_share_a_compilation() -> None:
-    model, x = Model().double(), torch.randn(7, 4, dtype=torch.float64)
+    model, x = Model().double(), batch()
     plain = copy.deepcopy(model)
     compiled = compile_blocks(model)
     assert compiled.report_rows()[0].value == "5 blocks of 3 kinds"
@@ -74,13 +79,13 @@ def test_blocks_of_a_kind_share_a_compilation() -> None:
 
 def test_gradients_come_block_by_block() -> None:
     """One graph for all gives them at the end; so would the exchange begin."""
-    model, order = Model(), []
+    model, order = Model().double(), []
     compile_blocks(model)
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
     for index, layer in enumerate(model.layers):
         layer.register_full_backward_pre_hook(lambda *_, i=index: order.append(f"enters {i}"))
-    model(torch.randn(5, 4)).sum().backward()
+    model(batch()).sum().backward()
     blocks = [name.split(".")[1] if name.startswith("layers") else name for name in order]
     assert blocks.index("enters 2") > max(i for i, name in enumerate(blocks) if name == "3")
     assert [b for b in blocks if b in "0123"] == sorted([b for b in blocks if b in "0123"])[::-1]
@@ -122,7 +127,7 @@ def test_convolutions_are_told_of_channels_last() -> None:
 
 
 def test_hooks_that_come_later_are_called() -> None:
-    model, x = Model(1).double(), torch.randn(7, 4, dtype=torch.float64)
+    model, x = Model(1).double(), batch()
     plain = copy.deepcopy(model)
     compile_blocks(model)
     for _ in range(2):
@@ -145,18 +150,18 @@ def test_chains_are_left_to_the_compiler() -> None:
 
 def test_blocks_with_other_hooks_share_no_compilation() -> None:
     torch.manual_seed(0)
-    model = Model(2)
+    model = Model(2).double()
     model.layers[0].up.register_forward_hook(lambda module, args, out: 2 * out)
-    plain, x = copy.deepcopy(model), torch.randn(5, 4)
+    plain, x = copy.deepcopy(model), batch()
     compiled = compile_blocks(model)
     torch.testing.assert_close(trained(model, x), trained(plain, x))
     compiled.close()
 
 
 def test_second_derivatives_are_refused() -> None:
-    model = Model(1)
+    model = Model(1).double()
     compiled = compile_blocks(model)
-    x = torch.randn(5, 4, requires_grad=True)
+    x = batch().requires_grad_()
     with pytest.raises(UsageError, match=r"create_graph=True .*leave out compute.compile"):
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
     compiled.close()

@@ -44,8 +44,12 @@ def without_codec(name: str, steps: int, accumulate: int) -> nn.Module:
     return reference.accelerated(MODELS[name], "sgd", steps, accumulate, {})
 
 
-def train_every_model(codec: str) -> dict[str, tuple[str, float]]:
-    names = [name for name in MODELS if codec != "dgc" or not MODELS[name].sparse]
+def train_half_of_the_models(codec: str) -> dict[str, tuple[str, float]]:
+    """A codec takes the models that the one before leaves out, and four ranks those that two do:
+    codecs that differ in a setting stand side by side, and share the models between them."""
+    half = [*CODECS].index(codec) + (dist.get_world_size() == 4)
+    names = [*MODELS][half % 2 :: 2]
+    names = [name for name in names if codec != "dgc" or not MODELS[name].sparse]
     return {name: train(name, codec) for name in names}
 
 
@@ -56,8 +60,8 @@ EVERYWHERE += [("four", codec) for codec in ("dgc", "powersgd", "mixed")]
 
 
 @pytest.mark.parametrize(("world", "codec"), EVERYWHERE)
-def test_every_model_trains_alike_on_all_ranks(request, world, codec) -> None:
-    by_rank = request.getfixturevalue(world).run(train_every_model, codec)
+def test_models_train_alike_on_all_ranks(request, world, codec) -> None:
+    by_rank = request.getfixturevalue(world).run(train_half_of_the_models, codec)
     for name in by_rank[0]:
         digests, (off, *_) = zip(*(found[name] for found in by_rank), strict=True)
         assert len(set(digests)) == 1, f"{name}: ranks differ"
@@ -77,12 +81,13 @@ PROGRESS = {
     "by name": 0.99,
     "mixed": 0.99,
 }
-"""The part of what dense gradients learn in STEPS that each codec learns at least."""
-STEPS = 200
+"""The part of what dense gradients learn in as many steps that each codec learns at least."""
+STEPS = {name: 200 if name in ("dgc", "powersgd") else 100 for name in CODECS}
+"""Those that send the fewest values learn later."""
 
 
-def learned(codec: object) -> float:
-    """How much of the error of a student of a linear map is gone after STEPS updates."""
+def learned(codec: object, steps: int) -> float:
+    """How much of the error of a student of a linear map is gone after so many updates."""
     torch.manual_seed(0)
     teacher = torch.randn(32, 32) / 32**0.5
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
@@ -93,16 +98,19 @@ def learned(codec: object) -> float:
 
     with session_of(model, codec) as session:
         before = float(error(unseen).detach())
-        for step in range(STEPS):
+        for step in range(steps):
             session.backward(error(rows(step)))
             session.step()
         return 1 - float(error(unseen).detach()) / before
 
 
 def test_codecs_learn_as_dense_gradients_do(two) -> None:
-    dense = two.run(learned, None)[0]
-    assert dense > 0.5
-    found = {name: min(two.run(learned, codec)) / dense for name, codec in CODECS.items()}
+    dense = {steps: two.run(learned, None, steps)[0] for steps in {*STEPS.values()}}
+    assert min(dense.values()) > 0.5
+    found = {
+        name: min(two.run(learned, codec, STEPS[name])) / dense[STEPS[name]]
+        for name, codec in CODECS.items()
+    }
     assert {name for name, part in found.items() if part < PROGRESS[name]} == set(), found
 
 
@@ -236,6 +244,6 @@ def soak(steps: int) -> tuple[list[str], int]:
 
 
 def test_ranks_stay_equal_through_codecs_and_overflows(four) -> None:
-    results = four.run(soak, 25)
+    results = four.run(soak, 15)
     assert all(result == results[0] for result in results)
     assert results[0][1] > 10

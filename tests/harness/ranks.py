@@ -20,9 +20,11 @@ import os
 import socket
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,7 +103,10 @@ class Ranks:
         pending = {pipe: rank for rank, (_, pipe) in enumerate(self._workers)}
         while pending:
             waiting: list[Any] = list(pending)
-            ready: list[Any] = wait(waiting, timeout or self.timeout)
+            end = time.monotonic() + (timeout or self.timeout)
+            ready: list[Any] = []
+            while not ready and time.monotonic() < end and not self._all_stopped(pending.values()):
+                ready = wait(waiting, min(1.0, max(0.0, end - time.monotonic())))
             if not ready:
                 errors |= dict.fromkeys(pending.values(), "no answer: the rank hangs")
                 break
@@ -134,6 +139,16 @@ class Ranks:
         odd = {rank: error for rank, error in errors.items() if isinstance(error, str)}
         assert not odd, f"ranks without an error of their own: {odd}"
         return errors  # type: ignore[return-value]
+
+    def _all_stopped(self, ranks: Iterable[int]) -> bool:
+        """Whether a signal has stopped these processes: they will not answer, and nobody else is
+        left who could wake them."""
+        pids = [self._workers[rank][0].pid for rank in ranks]
+        try:
+            stats = [Path(f"/proc/{pid}/stat").read_text() for pid in pids]
+        except OSError:  # one has died
+            return False
+        return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
     def stop(self) -> None:
         for process, pipe in self._workers:

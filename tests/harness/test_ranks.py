@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import psutil
@@ -35,6 +36,11 @@ def _die_on_one() -> None:
         os._exit(3)
 
 
+def _stop_on_one() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def _hang() -> None:
     time.sleep(60)
 
@@ -51,6 +57,8 @@ def test_failures_are_named(two):
         two.run(_die_on_one)
     with pytest.raises(RankFailure, match="hangs"):
         two.run(_hang, timeout=0.5)
+    with pytest.raises(RankFailure, match="rank 1: 'no answer"):
+        two.run(_stop_on_one, timeout=900)  # longer than a test may take: it is seen at once
     assert two.run(_sum, 1) == [2, 2]  # a new pool replaced the broken one
 
 

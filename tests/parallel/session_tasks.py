@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from tests.parallel.models import CASES, LENGTH, WORDS, gpt2, images, resnet
 
-STEPS = 20
+STEPS = 5
 
 
 TENSOR = {"parallel": {"tensor": {"ranks": 2}}}

@@ -16,7 +16,7 @@ from slipstream.parallel import Pipeline
 from tests.harness.ranks import Ranks
 from tests.parallel.staged import CASES, make
 
-STEPS = 20
+STEPS = 5
 TWO = [
     ("gpipe", 1, 2),
     ("gpipe", 4, 2),

@@ -19,7 +19,7 @@ from tests.harness.ranks import Ranks
 from tests.parallel.models import CASES, LENGTH, WORDS, gpt2, places
 from tests.parallel.tensor_models import mlp, pair, same, step, world
 
-STEPS = 20
+STEPS = 5
 
 
 NAMES = [(name, plan) for name, case in CASES.items() for plan in case.plans]
