@@ -106,6 +106,14 @@ def test_a_wrong_average_is_explained(average, words):
     assert found is None if words is None else words in str(found)
 
 
+@pytest.mark.parametrize("scale", [1e-42, 1e-30, 1e-20, 1e20, 1e35])
+def test_averages_of_any_size_are_right(scale):
+    gradients = [scale * gradient for gradient in GRADIENTS]
+    average = (sum(gradient.double() for gradient in gradients) / 4).float()
+    found = wrong_average(sketches(gradients, average), in_parts=False, tolerance=EXACT)
+    assert found is None
+
+
 def test_a_rank_that_got_another_average_is_named():
     each = [MEAN, MEAN, GRADIENTS[2], MEAN]
     found = wrong_average(sketches(GRADIENTS, *each), in_parts=False, tolerance=EXACT)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import ClassVar
 from zlib import crc32
 
@@ -224,7 +223,11 @@ class AverageSample:
 
 def _norm(values: torch.Tensor) -> float:
     norm = float(torch.linalg.vector_norm(values))
-    return norm if isfinite(norm) else float(torch.linalg.vector_norm(values.to(torch.float64)))
+    if 1e-3 < norm < 1e3:
+        return norm
+    # The squares of smaller and larger values may not fit into fp32, nor a norm into 16 bits.
+    wide = torch.promote_types(values.dtype, torch.float64)
+    return float(torch.linalg.vector_norm(values.to(wide)))
 
 
 _KINDS = ("own", "average", "used")
