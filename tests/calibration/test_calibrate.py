@@ -190,7 +190,7 @@ def shares(seconds: float) -> list[float]:
     return got
 
 
-@pytest.mark.parametrize(("seconds", "share"), [(1.0, 0.05), (20.0, 1.0), (60.0, 1.0)])
+@pytest.mark.parametrize(("seconds", "share"), [(1.5, 0.5), (3.0, 1.0), (20.0, 1.0)])
 def test_a_short_measurement_is_short_in_all_its_parts(two, seconds, share) -> None:
     assert two.run(shares, seconds) == [[share] * 2] * 2
 

@@ -34,9 +34,9 @@ Progress = Callable[[float, str], None]
 
 SIZES = tuple(sorted({2**k for k in range(10, 27)} | {3 * 2**k for k in range(9, 25)}))
 """1 KB to 64 MB, two sizes in each doubling."""
-SECONDS = 20.0
-"""The exchanges that are timed may take so long by default; where they get less, all else gets the
-same share of its time."""
+SHORT = 3.0
+"""Where the exchanges that are timed get fewer seconds than these, codecs and the speed of 16 bits
+get as much less than their usual time."""
 CROWD_TIMES = 8
 """How many times as long many exchanges together take as those that contention is measured by:
 their last messages must not be most of what is timed."""
@@ -46,7 +46,7 @@ def calibrate(
     ranks: Cluster,
     *,
     sizes: Sequence[int] = SIZES,
-    seconds: float = SECONDS,
+    seconds: float = 20.0,
     rounds: int = 9,
     curves: Curves | None = None,
     codecs: Sequence[PlainCodecConfig] = (),
@@ -65,7 +65,7 @@ def calibrate(
         sizes: bytes of the tensors, rounded up to whole elements on every rank.
         seconds: about the longest that the timed exchanges may take together; large sizes are left
             out where the time does not suffice. Contention takes some 5 more, and some 12 more
-            for direct sends; it and all below take less where this is less than SECONDS.
+            for direct sends; it and all below take less where this is less than SHORT.
         rounds: the most times that a size is measured.
         curves: measure only these, for a choice that reads no others; the world and all-reduces are
             always measured. None: all.
@@ -90,7 +90,7 @@ def calibrate(
         costs = _contention(ranks, timer.world, networks["world"], part)
         if codecs:
             report(1.0, "codecs")
-        where, share = (timer.world, ranks.device), min(seconds / SECONDS, 1.0)
+        where, share = (timer.world, ranks.device), min(seconds / SHORT, 1.0)
         by_codec = {codec.kind: slowest_cost(codec, *where, share) for codec in codecs}
         costs["half_speed"] = half_speed(*where, share) if half else None
         profile = _profile(ranks, timer.world, networks=networks, codecs=by_codec, **costs)
