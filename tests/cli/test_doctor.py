@@ -107,6 +107,7 @@ def test_a_single_rank_is_an_error(tmp_path: Path, monkeypatch, capfd) -> None:
     job = {"file": "cluster.yaml", "seconds": 1.0, "terminal": False, "columns": 80}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [command.MEASURE, json.dumps(job)])
+    monkeypatch.delitem(sys.modules, command.MEASURE, raising=False)  # it runs as the program
     with pytest.raises(SystemExit) as ended:
         runpy.run_module(command.MEASURE, run_name="__main__")
     out, err = capfd.readouterr()

@@ -70,13 +70,19 @@ for step in range(40):
     session.step()
 """
 IN_TORCH = """
-import os, signal, sys, torch, torch.distributed as dist
+import os, signal, sys, traceback, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 print("still well")
-for step in range(40):
-    if step == 20 and dist.get_rank() == 1:
-        FAULT
-    dist.all_reduce(torch.ones(64))
+try:
+    for step in range(40):
+        if step == 20 and dist.get_rank() == 1:
+            FAULT
+        dist.all_reduce(torch.ones(64))
+except BaseException as error:  # gloo's threads may abort an interpreter that ends before them
+    if not isinstance(error, SystemExit):
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(error.code if isinstance(error, SystemExit) else 1)
 """
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 FAULTS = {

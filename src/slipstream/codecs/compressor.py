@@ -166,10 +166,11 @@ def any_infinite(values: torch.Tensor) -> torch.Tensor:
 
 
 def sum_is_finite(flat: torch.Tensor) -> bool:
-    """Whether the sum of a real tensor of a CPU is finite; if so, all its values are.
+    """Whether the sum of a tensor of a CPU is finite; if so, all its values are.
 
     In 16 bits, sums of parts: each is widened first, and is to stay in the cache.
     """
+    flat = torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat
     narrow = flat.dtype in (torch.float16, torch.bfloat16)
     chunks = memory_order(flat).split(_WIDENED) if narrow else (flat,)
     dtype = torch.float32 if narrow else None

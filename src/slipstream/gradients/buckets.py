@@ -178,8 +178,7 @@ class DenseBucket(Bucket):
         self._filled.clear()
 
     def look_early(self) -> None:
-        on_cpu, real = self.flat.device.type == "cpu", not self.flat.is_complex()
-        self._looks_early = self._all_finite = on_cpu and real and not self._small
+        self._looks_early = self._all_finite = self.flat.device.type == "cpu" and not self._small
 
     def look(self) -> None:
         if self._all_finite:  # else something was not, in this backward or in one that broke off

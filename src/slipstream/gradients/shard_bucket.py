@@ -86,8 +86,7 @@ class ShardBucket(Bucket):
 
     def look_early(self) -> None:
         large = self.num_bytes >= SMALL_GRADIENT * len(self.parameters)
-        on_cpu, real = self.rows.device.type == "cpu", not self.rows.is_complex()
-        self._looks_early = self._all_finite = on_cpu and real and large
+        self._looks_early = self._all_finite = self.rows.device.type == "cpu" and large
 
     def look(self) -> None:
         if self._all_finite:
