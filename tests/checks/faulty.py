@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ def misbehave(rank: int) -> None:
     if FAULT == "sleep":
         time.sleep(1000)
     if FAULT == "exit":
-        sys.exit(0)
+        os._exit(0)
     if FAULT == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -75,4 +76,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Exception:  # gloo's threads may abort an interpreter that ends before them
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)

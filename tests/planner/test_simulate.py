@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from rich.console import Console
 
 from slipstream.analysis.breakdown import breakdown
@@ -307,6 +307,7 @@ def test_a_trace_read_back_predicts_itself(tmp_path_factory, seed, ranks, drawn,
     st.sampled_from([None, SMALLER]),
     st.floats(0, 1),
 )
+@example(193237, ({1, 2, 3, 4}, True, 1), "hierarchical", SMALLER, 1.0)  # settles after 30 steps
 def test_every_plan_takes_at_least_its_compute_and_leaves_sound_events(
     seed, drawn, transport, codec, recompute_share
 ) -> None:

@@ -31,7 +31,7 @@ from slipstream.planner.iteration.workload import Workload
 from slipstream.planner.network.fit import Array
 from slipstream.planner.network.profile import NetworkProfile
 
-_SETTLING = 8
+_SETTLING = 100
 _SAME = 1e-9
 
 
