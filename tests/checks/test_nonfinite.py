@@ -63,7 +63,7 @@ class Words(nn.Module):
 
 
 def dense() -> nn.Module:
-    """Its second layer is a large one where it travels by itself, else its gradients are small."""
+    """Its second layer's gradient is large where it travels by itself, and copied at once."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 600), nn.Linear(600, 1))
 

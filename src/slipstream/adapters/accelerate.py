@@ -60,8 +60,7 @@ class Accelerator(accelerate.Accelerator):
         **named: Any,
     ) -> None:
         super().__init__(*arguments, **named)
-        kinds = (DistributedType.NO, *_DATA_PARALLEL)
-        if self.distributed_type not in kinds:
+        if self.distributed_type not in _DATA_PARALLEL:
             raise UsageError(
                 f"Accelerate runs {self.distributed_type.value}; a session takes the place of "
                 "DistributedDataParallel alone: leave DeepSpeed, FSDP and others out of its "
@@ -191,7 +190,7 @@ class Accelerator(accelerate.Accelerator):
         self._to_train, self._to_step = [], []
 
 
-_DATA_PARALLEL = tuple(kind for kind in DistributedType if kind.value in ("MULTI_CPU", "MULTI_GPU"))
+_DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 def _several(what: str) -> ModelError:

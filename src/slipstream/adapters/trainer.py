@@ -24,7 +24,7 @@ class SessionTrainer(transformers.Trainer):
         strategy: as of ``slipstream.accelerate``; default: the file that ``SLIPSTREAM_STRATEGY``
             names, or none.
         arguments: those of ``transformers.Trainer``. For another kind of trainer, make a class of
-            both: ``class Mine(SessionTrainer, SFTTrainer): ...``
+            both: ``class Mine(SessionTrainer, OtherTrainer): ...``
 
     Raises:
         UsageError: as of `slipstream.adapters.accelerate.Accelerator`.
@@ -53,7 +53,7 @@ class SessionTrainer(transformers.Trainer):
         self.accelerator = Accelerator(strategy=self._strategy, **self._accelerator_args)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """On all ranks: an optimizer's state may lie on all of them, as codecs' always does."""
+        """Gather on all ranks, over which an optimizer's or a codec's state may lie; save on one."""
         session = self.accelerator.session
         if session is None:
             super()._save_optimizer_and_scheduler(output_dir)

@@ -156,7 +156,7 @@ def any_infinite(values: torch.Tensor) -> torch.Tensor:
     a NaN always shows in it; only where the sum is not finite are the values looked at themselves.
     """
     flat = memory_order(values)
-    if flat.device.type == "cpu" and sum_is_finite(flat):
+    if flat.device.type == "cpu" and _sum_is_finite(flat):
         return torch.zeros((), dtype=torch.bool)
     chunks = [flat[part] for part in parts(flat.numel(), flat.device)]
     extremes = [extreme for chunk in chunks for extreme in torch.aminmax(chunk)]
@@ -165,14 +165,13 @@ def any_infinite(values: torch.Tensor) -> torch.Tensor:
     return torch.stack(extremes).isfinite().all().logical_not()
 
 
-def sum_is_finite(flat: torch.Tensor) -> bool:
-    """Whether the sum of a tensor of a CPU is finite; if so, all its values are.
+def _sum_is_finite(flat: torch.Tensor) -> bool:
+    """Whether the sum of a real tensor of a CPU is finite; if so, all its values are.
 
     In 16 bits, sums of parts: each is widened first, and is to stay in the cache.
     """
-    flat = torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat
     narrow = flat.dtype in (torch.float16, torch.bfloat16)
-    chunks = memory_order(flat).split(_WIDENED) if narrow else (flat,)
+    chunks = flat.split(_WIDENED) if narrow else (flat,)
     dtype = torch.float32 if narrow else None
     return all(isfinite(chunk.sum(dtype=dtype).item()) for chunk in chunks)
 

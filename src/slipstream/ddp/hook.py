@@ -267,7 +267,7 @@ class DdpCodec:
     def _raise_nonfinite(
         self, group: BucketGroup, rows: Sequence[torch.Tensor]
     ) -> Generator[AllGather, None, None]:
-        """Raise on every rank, with those whose own gradients were it."""
+        """Raise on every rank; name the ranks whose own gradients are not finite."""
         own = next((slot for slot, row in enumerate(rows) if not is_finite(row)), -1)
         found = torch.full((self._ranks.count, 1), -1, device=group.values.device)
         yield AllGather(found.new_full((1,), own), found)

@@ -18,14 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from slipstream.codecs.compressor import (
-    any_infinite,
-    is_dense,
-    is_finite,
-    memory_order,
-    parts,
-    sum_is_finite,
-)
+from slipstream.codecs.compressor import any_infinite, is_dense, is_finite, memory_order, parts
 from slipstream.gradients.messages import gradient_taken
 from slipstream.transport import sparse
 from slipstream.transport.requests import AllReduce, ExchangeSteps, Request
@@ -64,10 +57,6 @@ class Bucket(ABC):
     @abstractmethod
     def complete(self, scale: torch.Tensor) -> None:
         """Fill the slots that are missing: with gradients of earlier backwards, else with zeros."""
-
-    def look_early(self) -> None:  # noqa: B027 - most have none
-        """Let ``fill`` look at large gradients from now on, while they are in the cache of a CPU;
-        ``look`` is called all the same."""
 
     @abstractmethod
     def look(self) -> None:
@@ -150,14 +139,11 @@ class DenseBucket(Bucket):
         self._unused: list[int] = []
         self.num_bytes = sum(p.nbytes for p in parameters)
         self._small = self.num_bytes < SMALL_GRADIENT * len(sizes)
-        self._looks_early = self._all_finite = False
 
     def fill(self, slot: int, scale: torch.Tensor) -> None:
         if not self._small:
             view, gradient = self._views[slot], self._gradient(slot)
             scale_into(view, gradient, scale)
-            if self._looks_early:
-                self._all_finite &= sum_is_finite(view)
             self.parameters[slot].grad = self._grads[slot]
         self._filled.add(slot)
 
@@ -177,16 +163,9 @@ class DenseBucket(Bucket):
             self._flags[slot] = 0
         self._filled.clear()
 
-    def look_early(self) -> None:
-        self._looks_early = self._all_finite = self.flat.device.type == "cpu" and not self._small
-
     def look(self) -> None:
-        if self._all_finite:  # else something was not, in this backward or in one that broke off
-            self.nonfinite_here = torch.zeros((), dtype=torch.bool)
-        else:
-            self.nonfinite_here = any_infinite(self.flat)
-            self._flags.masked_fill_(self.nonfinite_here, torch.nan)
-        self._all_finite = self._looks_early
+        self.nonfinite_here = any_infinite(self.flat)
+        self._flags.masked_fill_(self.nonfinite_here, torch.nan)
 
     @property
     def nonfinite(self) -> torch.Tensor:

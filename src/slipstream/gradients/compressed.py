@@ -259,11 +259,7 @@ class CompressedBucket(DenseBucket):
 
     def look(self) -> None:
         """The codec tells the others by itself."""
-        if self._all_finite:
-            self.nonfinite_here = torch.zeros((), dtype=torch.bool)
-        else:
-            self.nonfinite_here = any_infinite(self._values)
-        self._all_finite = self._looks_early
+        self.nonfinite_here = any_infinite(self._values)
 
     @property
     def nonfinite(self) -> torch.Tensor:

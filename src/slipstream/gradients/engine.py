@@ -433,9 +433,6 @@ class Engine(GradientEngine):
         self._layout = None  # frees the old buckets before the new ones are allocated
         self._layout = lay_out(self._trainables, order, self.split, self._plan)
         self._codecs.attach(self._layout.compressors)
-        for segment in self._layout.segments if self._looks else ():
-            for bucket in segment.buckets:
-                bucket.look_early()
 
     def use_shards(self, shards: Shards | None) -> None:
         """Deliver averages to ``shards`` from now on, or whole ones to all ranks.

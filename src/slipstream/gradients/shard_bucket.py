@@ -11,14 +11,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
-from slipstream.codecs.compressor import any_infinite, is_finite, sum_is_finite
-from slipstream.gradients.buckets import (
-    SMALL_GRADIENT,
-    Bucket,
-    gradient_dtype,
-    gradient_of,
-    scale_into,
-)
+from slipstream.codecs.compressor import any_infinite, is_finite
+from slipstream.gradients.buckets import Bucket, gradient_dtype, gradient_of, scale_into
 from slipstream.gradients.shards import Shards, flat
 from slipstream.transport.requests import ReduceScatter
 
@@ -59,13 +53,10 @@ class ShardBucket(Bucket):
         self._filled: set[int] = set()
         self._unused: list[int] = []
         self.num_bytes = sum(p.nbytes for p in parameters)
-        self._looks_early = self._all_finite = False
 
     def fill(self, slot: int, scale: torch.Tensor) -> None:
         for part, values in self._parts(slot):
             scale_into(part, values, scale)
-            if self._looks_early:
-                self._all_finite &= sum_is_finite(part)
         self.parameters[slot].grad = None
         self._filled.add(slot)
 
@@ -84,17 +75,9 @@ class ShardBucket(Bucket):
             self._flags[:, slot] = 0
         self._filled.clear()
 
-    def look_early(self) -> None:
-        large = self.num_bytes >= SMALL_GRADIENT * len(self.parameters)
-        self._looks_early = self._all_finite = self.rows.device.type == "cpu" and large
-
     def look(self) -> None:
-        if self._all_finite:
-            self.nonfinite_here = torch.zeros((), dtype=torch.bool)
-        else:
-            self.nonfinite_here = any_infinite(self.rows)
-            self._flags.masked_fill_(self.nonfinite_here, torch.nan)
-        self._all_finite = self._looks_early
+        self.nonfinite_here = any_infinite(self.rows)
+        self._flags.masked_fill_(self.nonfinite_here, torch.nan)
 
     @property
     def nonfinite(self) -> torch.Tensor:
