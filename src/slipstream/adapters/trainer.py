@@ -53,7 +53,7 @@ class SessionTrainer(transformers.Trainer):
         self.accelerator = Accelerator(strategy=self._strategy, **self._accelerator_args)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Gather on all ranks, over which an optimizer's or a codec's state may lie; save on one."""
+        """Gather on all ranks, over which state of optimizer and codecs may lie; save on one."""
         session = self.accelerator.session
         if session is None:
             super()._save_optimizer_and_scheduler(output_dir)
