@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -12,10 +11,9 @@ import torch
 from accelerate.utils.dataclasses import DistributedType
 from torch import nn
 
-from slipstream.errors import ModelError, UsageError
-from slipstream.session.accelerate import accelerate as open_session
+from slipstream.adapters.opening import GivenStrategy, open_session, several
+from slipstream.errors import UsageError
 from slipstream.session.session import Session
-from slipstream.strategy import Strategy
 
 
 class Accelerator(accelerate.Accelerator):
@@ -56,7 +54,7 @@ class Accelerator(accelerate.Accelerator):
     def __init__(
         self,
         *arguments: Any,
-        strategy: Strategy | Mapping[str, Any] | str | Path | None = None,
+        strategy: GivenStrategy = None,
         **named: Any,
     ) -> None:
         super().__init__(*arguments, **named)
@@ -87,7 +85,7 @@ class Accelerator(accelerate.Accelerator):
         if trains and model not in self._to_train:
             self._to_train.append(model)
             if len(self._to_train) > 1:
-                raise _several("models")
+                raise several("models", "prepare()")
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         return prepared
 
@@ -98,7 +96,7 @@ class Accelerator(accelerate.Accelerator):
         if prepared.optimizer not in self._to_step:
             self._to_step.append(prepared.optimizer)
             if len(self._to_step) > 1:
-                raise _several("optimizers")
+                raise several("optimizers", "prepare()")
         return prepared
 
     def backward(self, loss: torch.Tensor, **named: Any) -> None:
@@ -153,25 +151,15 @@ class Accelerator(accelerate.Accelerator):
         return super().free_memory(*objects)
 
     def _open(self) -> None:
-        session: Session[Any, Any] = open_session(
-            self._to_train[0], self._to_step[0], strategy=self._strategy
+        self.session = open_session(
+            self._to_train[0],
+            self._to_step[0],
+            self._strategy,
+            framework="Accelerate",
+            accumulation="gradient_accumulation_steps",
+            precision=f"mixed_precision {self.mixed_precision!r}" if self.native_amp else None,
         )
-        strategy, twice = session.strategy, ""
-        if strategy.gradients.accumulate > 1:
-            twice = (
-                f"gradients.accumulate {strategy.gradients.accumulate} under Accelerate, which "
-                "accumulates by itself: leave it out, and set gradient_accumulation_steps"
-            )
-        if strategy.precision is not None and self.native_amp:
-            twice = (
-                f"precision in the strategy and mixed_precision {self.mixed_precision!r} of "
-                "Accelerate: leave one of them out"
-            )
-        if twice:
-            session.close()
-            raise UsageError(twice)
-        self.session = session
-        self.register_for_checkpointing(session)
+        self.register_for_checkpointing(self.session)
 
     def _opened(self, call: str) -> Session[Any, Any]:
         if self.session is None:
@@ -191,10 +179,3 @@ class Accelerator(accelerate.Accelerator):
 
 
 _DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-
-
-def _several(what: str) -> ModelError:
-    return ModelError(
-        f"prepare() of several {what}: a session trains one model with one optimizer; call "
-        "slipstream.accelerate() for each of them in a loop of your own"
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import transformers
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from slipstream.adapters.accelerate import Accelerator
-from slipstream.strategy import Strategy
+from slipstream.adapters.opening import GivenStrategy
 
 SESSION_NAME = "session.pt"
 """In a checkpoint of the Trainer, beside the model's, optimizer's and scheduler's files."""
@@ -37,7 +36,7 @@ class SessionTrainer(transformers.Trainer):
     def __init__(
         self,
         *arguments: Any,
-        strategy: Strategy | Mapping[str, Any] | str | Path | None = None,
+        strategy: GivenStrategy = None,
         **named: Any,
     ) -> None:
         self._strategy = strategy

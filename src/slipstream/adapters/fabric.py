@@ -1,0 +1,152 @@
+"""Lightning Fabric: a session in place of DistributedDataParallel."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from torch import nn
+
+from slipstream.adapters.opening import GivenStrategy, open_session, several
+from slipstream.errors import UsageError
+from slipstream.session.session import Session
+
+
+class SessionStrategy(DDPStrategy):
+    """A strategy of Fabric that trains by a session, and wraps no module.
+
+    ``fabric.setup(model, optimizer)`` opens the session; ``fabric.backward()``,
+    ``fabric.no_backward_sync()``, ``fabric.clip_gradients()`` and ``optimizer.step()`` do what they
+    do under DDP. ``fabric.save()`` takes the session, too: ``{"model": model, "optimizer":
+    optimizer, "session": fabric.strategy.session}``.
+
+    Args:
+        strategy: as of ``slipstream.accelerate``; default: the file that ``SLIPSTREAM_STRATEGY``
+            names, or none.
+        named: ``process_group_backend``, ``timeout``, ``cluster_environment`` and the like, as of
+            Fabric's ``DDPStrategy``; none of DistributedDataParallel's own.
+
+    Attributes:
+        session: of the model; None before ``setup()``. Close it where training ends before the
+            script does.
+
+    Raises:
+        UsageError: an argument of DistributedDataParallel; an optimizer set up without its model;
+            clipping by another norm than 2.
+        ModelError: several optimizers.
+
+    Exactness: that of the strategy.
+
+    Example:
+        >>> from lightning.fabric import Fabric
+        >>> from slipstream.adapters.fabric import SessionStrategy
+        >>> strategy = SessionStrategy({"gradients": {"transport": "sharded"}})
+        >>> fabric = Fabric(strategy=strategy, accelerator="cpu", devices=2)  # doctest: +SKIP
+    """
+
+    def __init__(self, strategy: GivenStrategy = None, **named: Any) -> None:
+        super().__init__(**named)
+        if self._ddp_kwargs:
+            raise UsageError(
+                f"SessionStrategy({', '.join(self._ddp_kwargs)}=...) is for "
+                "DistributedDataParallel, which a session replaces: leave it out; unused "
+                "parameters need no setting"
+            )
+        self.session: Session[Any, Any] | None = None
+        self._given = strategy
+        self._modules: list[nn.Module] = []
+        self._backward_sync_control = _NoSync(self)
+
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]  # unwrapped
+        self._modules.append(module)
+        return module
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        if self.session is not None:
+            raise several("optimizers", "setup()")
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        own = [m for m in self._modules if held & {id(p) for p in m.parameters()}]
+        if not own:
+            raise UsageError(
+                "setup_optimizers() before its model is set up: model, optimizer = "
+                "fabric.setup(model, optimizer)"
+            )
+        kind = str(getattr(self.precision, "precision", "32-true"))
+        self.session = open_session(
+            own[-1],
+            optimizer,
+            self._given,
+            framework="Fabric",
+            accumulation="fabric.no_backward_sync(model)",
+            precision=None if kind == "32-true" else f"precision={kind!r}",
+        )
+        return optimizer
+
+    def backward(
+        self, tensor: torch.Tensor, module: nn.Module | None, *arguments: Any, **named: Any
+    ) -> None:
+        if arguments or (unknown := set(named) - {"retain_graph"}):
+            seen = ", ".join([*map(repr, arguments), *sorted(unknown)])
+            raise UsageError(f"backward({seen}) under a session; allowed: retain_graph")
+        session, scaler = self.opened("backward()"), getattr(self.precision, "scaler", None)
+        self.precision.pre_backward(tensor, module)
+        session.backward(tensor if scaler is None else scaler.scale(tensor), **named)
+        self.precision.post_backward(tensor, module)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        """Clip by the 2-norm of all gradients; returns the norm before."""
+        if norm_type != 2:
+            raise UsageError(
+                f"clip_gradients(norm_type={norm_type}) under a session, which clips the 2-norm "
+                "of all gradients: leave norm_type out"
+            )
+        self.precision.unscale_gradients(optimizer)
+        norm = self.opened("clip_gradients()").clip_grad_norm_(max_norm)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(f"the norm of the gradients is {norm.item()}")
+        return norm
+
+    def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Gather it on all ranks, over which it may lie."""
+        if self.session is None or optimizer is not self.session.optimizer:
+            state: dict[str, Any] = super().get_optimizer_state(optimizer)
+            return state
+        return dict(self.session.checkpoint("optimizer")["optimizer"])
+
+    def teardown(self) -> None:
+        session, self.session = self.session, None
+        if session is not None:
+            session.close()
+        super().teardown()
+
+    def opened(self, call: str) -> Session[Any, Any]:
+        """The session.
+
+        Raises:
+            UsageError: there is none yet.
+        """
+        if self.session is None:
+            raise UsageError(
+                f"{call} before a model and its optimizer are set up: model, optimizer = "
+                "fabric.setup(model, optimizer)"
+            )
+        return self.session
+
+
+class _NoSync(_BackwardSyncControl):
+    def __init__(self, strategy: SessionStrategy) -> None:
+        self._strategy = strategy
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Keep gradients on this rank, where they add up."""
+        return self._strategy.opened("no_backward_sync()").no_sync() if enabled else nullcontext()

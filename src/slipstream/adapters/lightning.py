@@ -1,0 +1,229 @@
+"""Lightning's Trainer: a session in place of DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+from slipstream.adapters.opening import GivenStrategy, open_session, several
+from slipstream.errors import UsageError
+from slipstream.session.session import Session
+
+STATE = "slipstream"
+"""The session's state in a checkpoint of the Trainer, beside the model's and the optimizer's."""
+
+
+class SessionStrategy(DDPStrategy):
+    """A strategy of Lightning's Trainer that trains by a session, and wraps no module.
+
+    ``fit()`` opens the session for the module and its optimizer, and closes it at its end. Inside,
+    ``training_step()`` is the model's forward. Validation sees the parameters that evaluate best.
+
+    Args:
+        strategy: as of ``slipstream.accelerate``; default: the file that ``SLIPSTREAM_STRATEGY``
+            names, or none.
+        named: ``process_group_backend``, ``timeout``, ``cluster_environment`` and the like, as of
+            Lightning's ``DDPStrategy``; none of DistributedDataParallel's own.
+
+    Attributes:
+        session: of the module; None outside ``fit()``.
+
+    Raises:
+        UsageError: an argument of DistributedDataParallel; a ``LightningModule.backward`` of the
+            script's own; gradients that Lightning and the strategy both accumulate.
+        ModelError: several optimizers.
+
+    Exactness: that of the strategy.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from slipstream.adapters.lightning import SessionStrategy
+        >>> strategy = SessionStrategy({"gradients": {"transport": "sharded"}})
+        >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2)  # doctest: +SKIP
+    """
+
+    def __init__(self, strategy: GivenStrategy = None, **named: Any) -> None:
+        super().__init__(**named)
+        hooked = self._ddp_comm_hook or self._ddp_comm_wrapper or self._model_averaging_period
+        if self._ddp_kwargs or hooked:
+            seen = [name for name in named if name in self._ddp_kwargs or name in _OF_DDP]
+            raise UsageError(
+                f"SessionStrategy({', '.join(seen)}=...) is for DistributedDataParallel, which a "
+                "session replaces: leave it out; codecs and local training are in the strategy, "
+                "and unused parameters need no setting"
+            )
+        self.session: Session[Any, Any] | None = None
+        self._given = strategy
+        self._plugin: Precision | None = None  # the Trainer's own, while a session is open
+        self._evaluation = ExitStack()
+
+    # Opening and closing.
+
+    def configure_ddp(self) -> None:
+        """Wrap nothing."""
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._open(trainer)
+
+    def _open(self, trainer: Trainer) -> None:
+        module, plugin = self._module, self.precision_plugin
+        if type(module).backward is not LightningModule.backward:
+            raise UsageError(
+                f"{type(module).__name__}.backward() of your own is not called by a session, which "
+                "computes gradients itself: leave it out"
+            )
+        if len(self.optimizers) != 1:
+            raise several("optimizers", f"{type(module).__name__}.configure_optimizers()")
+        self.session = open_session(
+            module,
+            self.optimizers[0],
+            self._given,
+            framework="Lightning",
+            accumulation="Trainer(accumulate_grad_batches=...)",
+            precision=None if plugin.precision == "32-true" else f"precision={plugin.precision!r}",
+        )
+        self._plugin, self.precision_plugin = plugin, _clipping_by(self.session, plugin)
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._close(type(exception), exception, None)
+
+    def teardown(self) -> None:
+        self._close(None, None, None)
+        super().teardown()
+
+    def _close(self, *error: Any) -> None:
+        self._evaluation.close()
+        session, self.session = self.session, None
+        if session is not None:
+            self.precision_plugin = self._plugin
+            session.__exit__(*error)
+
+    # Training.
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    def training_step(self, *arguments: Any, **named: Any) -> Any:
+        """Call the step as the module's forward, so that hooks on the module see it."""
+        assert self.session is not None
+        precision = self.session.strategy.precision
+        if precision is not None and precision.kind == "half_weights":
+            # Its hooks cast inputs: those of forward(), not the targets of a step.
+            return super().training_step(*arguments, **named)
+        with self.precision_plugin.train_step_context():
+            return self._forward_redirection(
+                self._module, self._module, "training_step", *arguments, **named
+            )
+
+    def backward(
+        self,
+        closure_loss: torch.Tensor,
+        optimizer: torch.optim.Optimizer | None,
+        *arguments: Any,
+        **named: Any,
+    ) -> torch.Tensor:
+        assert self.session is not None
+        if arguments or (unknown := set(named) - {"retain_graph"}):
+            seen = ", ".join([*map(repr, arguments), *sorted(unknown)])
+            raise UsageError(f"backward({seen}) under a session; allowed: retain_graph")
+        loss = self.precision_plugin.pre_backward(closure_loss, self._module)
+        self.session.backward(loss, **named)
+        return self.precision_plugin.post_backward(loss, self._module)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        assert self.session is not None
+        with self.session.no_sync():
+            yield
+
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: nn.Module | None = None,
+        **named: Any,
+    ) -> Any:
+        """Compute gradients, average and clip them, then step: a session takes no closure."""
+        plugin = self.precision_plugin
+        if getattr(plugin, "scaler", None) is not None:  # which does so by itself
+            return super().optimizer_step(optimizer, closure, model, **named)
+        result = plugin._wrap_closure(self._module, optimizer, closure)
+        optimizer.step(**named)
+        return result
+
+    # Evaluation.
+
+    def on_validation_start(self) -> None:
+        if self.session is not None:
+            self._evaluation.enter_context(self.session.evaluating())
+
+    def on_validation_end(self) -> None:
+        self._evaluation.close()
+
+    # Checkpoints, which all ranks take part in.
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self.session is None:
+            state: dict[str, Any] = super().lightning_module_state_dict()
+            return state
+        return dict(self.session.checkpoint("model")["model"])
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        if self.session is None:
+            state: dict[str, Any] = super().optimizer_state(optimizer)
+            return state
+        return dict(self.session.checkpoint("optimizer")["optimizer"])
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        if self.session is not None and "optimizer_states" in checkpoint:
+            checkpoint[STATE] = self.session.checkpoint("session")["session"]
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Restore a checkpoint of this or of another strategy, which has no state of a session."""
+        if self.session is None:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        state = {"optimizer": checkpoint["optimizer_states"][0]}
+        if STATE in checkpoint:
+            state["session"] = checkpoint[STATE]
+        self.session.restore(state)
+
+
+_OF_DDP = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+
+
+class _ClipsBySession:
+    """In front of a precision plugin's class: the norm is of all gradients of the model."""
+
+    session: Session[Any, Any]
+
+    def clip_grad_by_norm(
+        self, optimizer: torch.optim.Optimizer | LightningOptimizer, clip_val: float
+    ) -> None:
+        self.session.clip_grad_norm_(clip_val)
+
+
+def _clipping_by(session: Session[Any, Any], plugin: Precision) -> Any:
+    """Copy a precision plugin, whose class the Trainer names in checkpoints."""
+    kind = type(plugin)
+    names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__}
+    copy: Any = object.__new__(type(kind.__name__, (_ClipsBySession, kind), names))
+    copy.__dict__.update(plugin.__dict__, session=session)
+    return copy

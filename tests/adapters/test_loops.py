@@ -1,0 +1,256 @@
+"""Loops of other frameworks: a session in place of DDP changes no bit on two ranks."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.errors import ModelError, UsageError
+from tests.adapters.loops import (
+    LOOPS,
+    UPDATES,
+    Noted,
+    adamw,
+    adapter,
+    lightning,
+    model_of_tests,
+    samples,
+)
+from tests.harness.ranks import Ranks
+
+MISSING = [name for name in ("accelerate", "lightning") if not importlib.util.find_spec(name)]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+
+EXACT: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "direct, per layer": {"gradients": {"transport": "direct", "split": "per_layer"}},
+    "sharded": {"gradients": {"transport": "sharded"}},
+}
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@cache
+def plain(loop: str) -> Noted:
+    return LOOPS[loop](None)
+
+
+def apart(loop: str, strategy: dict[str, Any]) -> float:
+    """The largest difference from the loop under DDP, of losses, norms and parameters."""
+    ours, theirs = LOOPS[loop](strategy), plain(loop)
+    assert len(ours) == len(theirs) >= 3 * UPDATES
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("strategy", EXACT)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_it_trains_as_under_ddp(two: Ranks, loop: str, strategy: str) -> None:
+    allowed = 1e-5 if strategy == "sharded" else 0.0  # norms are summed in another order
+    assert max(two.run(apart, loop, EXACT[strategy])) <= allowed
+
+
+def apart_by_hand(strategy: dict[str, Any]) -> float:
+    ours, theirs = lightning(strategy, manual=True), lightning(None, manual=True)
+    for noted in (ours, theirs):  # the loss of validation: there Lightning's DDP has the running
+        del noted[-6]  # statistics of each rank, as it broadcasts none with manual optimization
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("strategy", ["defaults", "sharded"])
+def test_manual_optimization_trains_as_under_ddp(two: Ranks, strategy: str) -> None:
+    assert max(two.run(apart_by_hand, EXACT[strategy])) <= (1e-5 if strategy == "sharded" else 0.0)
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "powersgd": {"gradients": {"codec": {"kind": "powersgd", "rank": 1, "start_step": 2}}},
+    "auto": {"gradients": {"split": "optimal", "transport": "auto"}},
+    "autocast": {"precision": {"kind": "autocast", "dtype": "bf16"}},
+    "local": {"local": {"steps": 4}},
+    "checks": {"checks": {"every": 1}},
+}
+
+
+def learns(loop: str, strategy: dict[str, Any]) -> float:
+    """The loss of the trained model, as a share of that before."""
+    values = LOOPS[loop](strategy, epochs=12)
+    model, (x, y) = model_of_tests(), samples()[:]  # type: ignore[index]
+    before = nn.functional.mse_loss(model(x), y).item()
+    for own, trained in zip(model.parameters(), values[-5:], strict=True):
+        own.data.copy_(trained)
+    return nn.functional.mse_loss(model(x), y).item() / before
+
+
+@pytest.mark.parametrize(
+    ("loop", "strategy"),
+    [(loop, name) for loop in LOOPS for name in OTHERS if name != "auto"]
+    + [("accelerate", "auto"), ("lightning", "auto")],  # swapped between any two updates
+)
+def test_other_strategies_work_and_leave_a_trace(
+    two: Ranks, loop: str, strategy: str, tmp_path: Path
+) -> None:
+    traced = OTHERS[strategy] | {"trace": {"steps": 3, "folder": str(tmp_path)}}
+    assert max(two.run(learns, loop, traced)) < 0.5
+    assert [*tmp_path.glob("**/trace.json")] or strategy == "auto"  # which still searches
+
+
+RESUMED: dict[str, dict[str, Any]] = {
+    "int8": {"gradients": {"codec": {"kind": "int8", "error_feedback": True}}},
+    "sharded": {"gradients": {"transport": "sharded"}},
+}
+
+
+def resumes(loop: str, strategy: dict[str, Any], folder: Path) -> bool:
+    whole = LOOPS[loop](strategy, folder=folder)
+    rest = LOOPS[loop](strategy, folder=folder, resume=True)
+    assert UPDATES < len(rest) < len(whole)
+    return all(map(torch.equal, rest, whole[-len(rest) :]))
+
+
+@pytest.mark.parametrize(
+    ("loop", "strategy"),
+    [
+        (loop, name)
+        for loop in LOOPS
+        for name in RESUMED
+        if (loop, name) != ("accelerate", "sharded")
+    ],
+)
+def test_it_goes_on_from_its_checkpoint_bit_for_bit(
+    two: Ranks, loop: str, strategy: str, tmp_path: Path
+) -> None:
+    assert two.run(resumes, loop, RESUMED[strategy], tmp_path / "saved") == [True, True]
+
+
+def validated() -> list[float]:
+    """A sum of the parameters at each validation of Lightning, with ranks that meet never."""
+    sums: list[float] = []
+    looked = lightning({"local": {"steps": 100}}, at_validation=lambda m: sums.append(of(m)))
+    assert len(looked) > UPDATES
+    return sums
+
+
+def of(model: nn.Module) -> float:
+    return float(sum(p.detach().double().sum() for p in model.parameters()))
+
+
+def test_lightning_validates_the_parameters_that_evaluate_best(two: Ranks) -> None:
+    """Those of the last meeting, which all ranks share."""
+    of_both = two.run(validated)
+    assert of_both[0] == of_both[1]
+    assert len(set(of_both[0])) == 1
+
+
+def mistakes_with_accelerate() -> None:
+    package = importlib.import_module("accelerate")
+    ours = adapter("accelerate").Accelerator
+
+    def made(strategy: dict[str, Any], **named: Any) -> Any:
+        package.state.AcceleratorState._reset_state(True)
+        package.state.GradientState._reset_state()
+        return ours(cpu=True, strategy=strategy, **named)
+
+    accelerator, model = made({}), model_of_tests()
+    with pytest.raises(UsageError, match=r"before a model and its optimizer are prepared"):
+        accelerator.backward(torch.ones(1, requires_grad=True).sum())
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    loss = model(torch.ones(2, 8)).mean()
+    with pytest.raises(UsageError, match=r"backward\(create_graph=\.\.\.\)"):
+        accelerator.backward(loss, create_graph=True)
+    accelerator.backward(loss)
+    with pytest.raises(UsageError, match="clips the 2-norm of all"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)
+    with pytest.raises(UsageError, match="clips the 2-norm of all"):
+        accelerator.clip_grad_norm_(model[0].parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(ModelError, match=r"prepare\(\) got several models"):
+        accelerator.prepare(model_of_tests())
+    accelerator.free_memory()
+    for strategy, named, words in [
+        (TWICE["accumulates"], {}, "set gradient_accumulation_steps"),
+        (TWICE["casts"], {"mixed_precision": "bf16"}, "and mixed_precision 'bf16' of Accelerate"),
+    ]:
+        both, model = made(strategy, **named), model_of_tests()
+        with pytest.raises(UsageError, match=words):
+            both.prepare(model, adamw(model))
+
+
+TWICE: dict[str, dict[str, Any]] = {
+    "accumulates": {"gradients": {"accumulate": 2}},
+    "casts": {"precision": {"kind": "autocast", "dtype": "bf16"}},
+}
+
+
+def mistakes_with_lightning() -> None:
+    ours = adapter("lightning").SessionStrategy
+    with pytest.raises(UsageError, match=r"SessionStrategy\(static_graph=\.\.\.\)"):
+        ours(static_graph=True)
+    with pytest.raises(UsageError, match=r"SessionStrategy\(ddp_comm_hook=\.\.\.\)"):
+        ours(ddp_comm_hook=print)
+    with pytest.raises(UsageError, match=r"Trainer\(accumulate_grad_batches="):
+        lightning(TWICE["accumulates"])
+    with pytest.raises(UsageError, match="and precision='bf16-mixed' of Lightning"):
+        lightning(TWICE["casts"], precision="bf16-mixed")
+
+    def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD([p], lr=0.1) for p in model.parameters()][:2]
+
+    with pytest.raises(ModelError, match=r"configure_optimizers\(\) got several optimizers"):
+        lightning({}, manual=True, optimizers=two_optimizers)
+
+
+def mistakes_with_fabric() -> None:
+    package = importlib.import_module("lightning.fabric")
+    environments = importlib.import_module("lightning.fabric.plugins.environments")
+    ours = adapter("fabric").SessionStrategy
+    with pytest.raises(UsageError, match=r"SessionStrategy\(static_graph=\.\.\.\)"):
+        ours(static_graph=True)
+
+    def made(strategy: dict[str, Any], **named: Any) -> Any:
+        chosen = ours(strategy, cluster_environment=environments.TorchElasticEnvironment())
+        fabric = package.Fabric(accelerator="cpu", devices=2, strategy=chosen, **named)
+        fabric.launch()
+        return fabric
+
+    fabric, model = made({}), model_of_tests()
+    with pytest.raises(UsageError, match=r"before a model and its optimizer are set up"):
+        fabric.backward(torch.ones(1, requires_grad=True).sum())
+    with pytest.raises(UsageError, match=r"setup_optimizers\(\) before its model"):
+        fabric.setup_optimizers(adamw(model))
+    model, optimizer = fabric.setup(model, adamw(model))
+    loss = model(torch.ones(2, 8)).mean()
+    with pytest.raises(UsageError, match=r"backward\(create_graph\) under a session"):
+        fabric.backward(loss, create_graph=True)
+    fabric.backward(loss)
+    with pytest.raises(UsageError, match="clips the 2-norm of all"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type=1)
+    optimizer.step()
+    with pytest.raises(ModelError, match=r"setup\(\) got several optimizers"):
+        fabric.setup_optimizers(adamw(model_of_tests()))
+    fabric.strategy.session.close()
+    for strategy, named, words in [
+        (TWICE["accumulates"], {}, r"set fabric\.no_backward_sync"),
+        (TWICE["casts"], {"precision": "bf16-mixed"}, "and precision='bf16-mixed' of Fabric"),
+    ]:
+        both, model = made(strategy, **named), model_of_tests()
+        with pytest.raises(UsageError, match=words):
+            both.setup(model, adamw(model))
+
+
+@pytest.mark.parametrize(
+    "mistakes", [mistakes_with_accelerate, mistakes_with_lightning, mistakes_with_fabric]
+)
+def test_mistakes_are_named(two: Ranks, mistakes: Callable[[], None]) -> None:
+    two.run(mistakes)
