@@ -8,6 +8,7 @@ from benchmarks.result import Entry, Result
 from benchmarks.tables import computing, exchanges, planning, training
 
 TABLES: Mapping[str, Callable[[Entry], Result]] = {
+    "adapters": training.adapters,
     "allreduce": exchanges.allreduce,
     "auto": exchanges.auto,
     "balance": training.balance,

@@ -129,6 +129,29 @@ def unequal(entry: Entry) -> Result:
     return one_table(entry, "One host at half speed", words, columns, rows)
 
 
+def adapters(entry: Entry) -> Result:
+    """Scripts of other frameworks, before and after."""
+    words = (
+        f"The scripts of examples/frameworks, {entry['nodes']} emulated hosts with a rank each, "
+        f"{entry['updates']} updates, {entry['rounds']} runs of each in an order shuffled; a small "
+        "GPT-2 of 3.2 million parameters. The loss is the mean of the last five of rank 0."
+    )
+    rows = [
+        (
+            *(r["rate"], r["framework"], r["script"], r["strategy"]),
+            f"{median(r['seconds']):.3f}",
+            f"{min(r['seconds']):.3f} .. {max(r['seconds']):.3f}",
+            *(f"{r['times_as_fast']:.2f}", f"{r['loss']:.3f}"),
+        )
+        for r in entry["rows"]
+    ]
+    columns = (
+        *("rate", "framework", "script", "strategy"),
+        *("s an update", "least .. most", "times as fast", "loss"),
+    )
+    return one_table(entry, "Other loops", words, columns, rows)
+
+
 def checks(entry: Entry) -> Result:
     """Iterations that are watched, looked at and proved."""
     words = (
