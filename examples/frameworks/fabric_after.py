@@ -10,10 +10,9 @@ from torch.utils.data import DataLoader
 
 from slipstream.adapters.fabric import SessionStrategy
 
-here, ranks = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
-fabric = Fabric(
-    accelerator="cpu", devices=here, num_nodes=ranks // here, strategy=SessionStrategy()
-)
+here = int(os.environ["LOCAL_WORLD_SIZE"])
+nodes = int(os.environ["WORLD_SIZE"]) // here
+fabric = Fabric(accelerator="cpu", devices=here, num_nodes=nodes, strategy=SessionStrategy())
 fabric.launch()
 model = gpt2()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -8,8 +8,9 @@ from lightning.fabric import Fabric
 from text import UPDATES, Meter, Source, gpt2
 from torch.utils.data import DataLoader
 
-here, ranks = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
-fabric = Fabric(accelerator="cpu", devices=here, num_nodes=ranks // here, strategy="ddp")
+here = int(os.environ["LOCAL_WORLD_SIZE"])
+nodes = int(os.environ["WORLD_SIZE"]) // here
+fabric = Fabric(accelerator="cpu", devices=here, num_nodes=nodes, strategy="ddp")
 fabric.launch()
 model = gpt2()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -29,7 +29,8 @@ arguments = TrainingArguments(
     disable_tqdm=True,
     use_cpu=True,
 )
-trainer = Trainer(model=gpt2(), args=arguments, train_dataset=Source(), callbacks=[Measured()])
+data = Source()
+trainer = Trainer(model=gpt2(), args=arguments, train_dataset=data, callbacks=[Measured()])
 trainer.train()
 
 meter.report()

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import importlib
 import importlib.util
+import io
+import re
+import runpy
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -254,3 +260,52 @@ def mistakes_with_fabric() -> None:
 )
 def test_mistakes_are_named(two: Ranks, mistakes: Callable[[], None]) -> None:
     two.run(mistakes)
+
+
+# The scripts of examples/frameworks.
+
+SCRIPTS = Path(__file__).parents[2] / "examples/frameworks"
+FRAMEWORKS = ("ddp", *LOOPS)
+
+
+def changed(framework: str) -> list[str]:
+    before, after = (
+        (SCRIPTS / f"{framework}_{when}.py").read_text().splitlines()
+        for when in ("before", "after")
+    )
+    return [line for line in difflib.unified_diff(before, after, n=0) if CHANGED.match(line)]
+
+
+CHANGED = re.compile(r"[-+](?![-+]{2}) *\S")
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_at_most_five_lines_change_and_the_page_shows_them(framework: str) -> None:
+    lines = changed(framework)
+    assert 1 <= sum(line.startswith("+") for line in lines) <= 5
+    page = (SCRIPTS.parents[1] / "docs/adapters.md").read_text()
+    shown = [
+        [line for line in diff.splitlines() if CHANGED.match(line)]
+        for diff in re.findall(r"```diff\n(.*?)```", page, re.DOTALL)
+    ]
+    assert sorted(lines) in [sorted(diff) for diff in shown]
+
+
+def printed(script: str) -> str:
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            runpy.run_path(str(SCRIPTS / script))
+    finally:
+        sys.path.remove(str(SCRIPTS))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_script_with_an_adapter_runs(two: Ranks, framework: str, tmp_path: Path) -> None:
+    strategy = tmp_path / "strategy.yaml"
+    strategy.write_text("gradients: {codec: {kind: int8, error_feedback: true}}")
+    env = {"UPDATES": "8", "SLIPSTREAM_STRATEGY": str(strategy)}
+    first, second = two.run(printed, f"{framework}_after.py", connect=False, env=env)
+    assert re.search(r"after 8 updates: loss [1-4]\.\d+, \d+\.\d+ s an update", first)
+    assert "loss" not in second.replace("'loss'", "")
