@@ -399,11 +399,12 @@ def test_a_loss_may_count_other_tokens() -> None:
             assert balance.weight == 2 * sum(dataset.loss_lengths[i] for i in indices) / 16
 
 
-def test_without_a_loader_there_is_nothing_to_deal() -> None:
+@pytest.mark.parametrize("setting", ["balance", "prefetch", "cache"])
+def test_without_a_loader_a_setting_that_needs_it_is_refused(setting: str) -> None:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match=r"pass it: accelerate\(model, optimizer, loader\)"):
-        slipstream.accelerate(model, optimizer, strategy={"data": {"balance": {}}})
+        slipstream.accelerate(model, optimizer, strategy={"data": {setting: {}}})
 
 
 def test_the_last_update_may_be_left_out() -> None:

@@ -78,12 +78,18 @@ def install_loader(
     Collective.
 
     Raises:
+        UsageError: there is no loader for a setting that needs one.
         ModelError: the loader has no batch, or is none that a technique takes; on this rank.
         MismatchError: so it is on another rank, or only some ranks have a loader.
     """
     made: UnevenInputLoader | None = None
     error: Exception | None = None
     try:
+        idle = [name for name in ("cache", "prefetch") if getattr(data, name) is not None]
+        if loader is None and idle:
+            raise UsageError(
+                f"data.{idle[0]} needs the loader; pass it: accelerate(model, optimizer, loader)"
+            )
         if loader is not None:
             _check_has_batches(loader)
             made = _installed(
