@@ -42,7 +42,8 @@ ON_ROADS = " ".join(f"{codec} '{codec} / direct' '{codec} / sharded'" for codec 
 SIZES = "--kilobytes 256 1024 4096 16384 65536"
 ALONE = (
     "adapters", "loading", "balance", "large_batch", "soak", "tuner", "overhead", "times",
-    "operators", "tensor_parallel", "bubbles", "offload", "unequal", "checks", "kills", "lost_hosts",
+    "operators", "tensor_parallel", "bubbles", "offload", "unequal", "checks", "kills",
+    "lost_hosts",
 )  # fmt: skip
 """Modules whose one result has their name."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -88,9 +87,8 @@ def main() -> None:
                     key = (rate, framework, script, strategy)
                     losses[key], spent = measured(bed, path, given, options.updates)
                     seconds[key].append(spent)
-    rows = []
-    for key, times in seconds.items():
-        rate, framework, script, strategy = key
+    rows: list[dict[str, Any]] = []
+    for (rate, framework, script, strategy), times in seconds.items():
         before = median(seconds[rate, framework, "before", ""])
         rows.append(
             {
@@ -100,12 +98,12 @@ def main() -> None:
                 "strategy": strategy,
                 "seconds": sorted(times),
                 "times_as_fast": before / median(times),
-                "loss": losses[key],
+                "loss": losses[rate, framework, script, strategy],
             }
         )
-    order = [(rate, f, *v) for rate in options.rates for f in options.frameworks
-             for v in variants(f)]  # fmt: skip
-    rows.sort(key=lambda r: order.index((r["rate"], r["framework"], r["script"], r["strategy"])))
+    names = ("rate", "framework", "script", "strategy")
+    order = [(r, f, *v) for r in options.rates for f in options.frameworks for v in variants(f)]
+    rows.sort(key=lambda row: order.index(tuple(row[name] for name in names)))
     finish(
         options.json,
         "adapters",
@@ -119,4 +117,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

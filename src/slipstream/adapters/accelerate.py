@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import accelerate
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils.dataclasses import DistributedType
 from torch import nn
 
@@ -93,6 +94,8 @@ class Accelerator(accelerate.Accelerator):
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> Any:
         prepared = super().prepare_optimizer(optimizer, device_placement)
+        # The framework names the class of its wrapper in no place that a subclass could change.
+        prepared.__class__, prepared.opened_by = _GatheredOptimizer, self
         if prepared.optimizer not in self._to_step:
             self._to_step.append(prepared.optimizer)
             if len(self._to_step) > 1:
@@ -140,6 +143,11 @@ class Accelerator(accelerate.Accelerator):
         self.unscale_gradients()
         return session.clip_grad_norm_(max_norm)
 
+    def save_state(self, *arguments: Any, **named: Any) -> Any:
+        """Save the parameters that evaluate best, and the session's state; on all ranks."""
+        with nullcontext() if self.session is None else self.session.evaluating():
+            return super().save_state(*arguments, **named)
+
     def end_training(self) -> None:
         """Close the session, too."""
         self._close()
@@ -176,6 +184,18 @@ class Accelerator(accelerate.Accelerator):
             self.session.close()
         self.session = None
         self._to_train, self._to_step = [], []
+
+
+class _GatheredOptimizer(AcceleratedOptimizer):
+    """Whose state is gathered from all ranks, over which it may lie."""
+
+    opened_by: Accelerator
+
+    def state_dict(self) -> dict[str, Any]:
+        session = self.opened_by.session
+        if session is None or session.optimizer is not self.optimizer:
+            return dict(super().state_dict())
+        return dict(session.checkpoint("optimizer")["optimizer"])
 
 
 _DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)

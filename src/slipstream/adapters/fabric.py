@@ -116,6 +116,11 @@ class SessionStrategy(DDPStrategy):
             raise RuntimeError(f"the norm of the gradients is {norm.item()}")
         return norm
 
+    def save_checkpoint(self, *arguments: Any, **named: Any) -> None:
+        """Save the parameters that evaluate best; on all ranks."""
+        with nullcontext() if self.session is None else self.session.evaluating():
+            super().save_checkpoint(*arguments, **named)
+
     def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Gather it on all ranks, over which it may lie."""
         if self.session is None or optimizer is not self.session.optimizer:

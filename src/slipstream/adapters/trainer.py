@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,21 @@ class SessionTrainer(transformers.Trainer):
         """Replace the accelerator, whose class Trainer names in no other place."""
         super().create_accelerator_and_postprocess()
         self.accelerator = Accelerator(strategy=self._strategy, **self._accelerator_args)
+
+    def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
+        """Evaluate the parameters that evaluate best: under ``local`` the outer ones."""
+        with self._evaluating():
+            metrics: dict[str, float] = super().evaluate(*arguments, **named)
+        return metrics
+
+    def save_model(self, *arguments: Any, **named: Any) -> None:
+        """Save the parameters that evaluate best."""
+        with self._evaluating():
+            super().save_model(*arguments, **named)
+
+    def _evaluating(self) -> AbstractContextManager[None]:
+        session = self.accelerator.session
+        return nullcontext() if session is None else session.evaluating()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Gather on all ranks, over which state of optimizer and codecs may lie; save on one."""
