@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from statistics import median
 from typing import Any
@@ -465,6 +466,30 @@ def _terminals(row: Mapping[str, Any]) -> Iterator[str]:
         yield f"(the command is given anew on {', '.join(row['anew'])})"
 
 
+def tutorial_step(step: str, every: Results) -> str:
+    """A command of the tutorial, and what the terminal said: its first lines, where those tell."""
+    found = every["tutorial"]["steps"][step]
+    said = found["said"].splitlines()
+    shown = said[: TUTORIAL.get(step)]
+    more = [f"... ({len(said) - len(shown)} lines more)"] if len(shown) < len(said) else []
+    return _typed(f"$ {found['command']}", *shown, *more)
+
+
+TUTORIAL = {
+    "demo": None,
+    "launch": None,
+    "trace": None,
+    "summary": 30,
+    "advise": 20,
+    "doctor": 20,
+    "plan": 14,
+    "best": None,
+    "best-run": None,
+    "tune": None,
+}
+"""Its steps, and how many lines of each are shown."""
+
+
 def _typed(*lines: str) -> str:
     return "\n".join(["```", *lines, "```"])
 
@@ -480,5 +505,5 @@ QUOTES: Mapping[str, Callable[[Results], str]] = {
         operators_within, prediction_errors, replay_errors, prediction_orders, advice_kept,
         auto_choices, lost_hosts_commands, lost_hosts_session, lost_hosts_bits,
     )
-}  # fmt: skip
+} | {f"tutorial-{step}": partial(tutorial_step, step) for step in TUTORIAL}  # fmt: skip
 """By name: ``sharded_gain`` is ``<!-- quote: sharded-gain -->``."""
