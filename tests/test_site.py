@@ -89,28 +89,31 @@ def test_no_link_leads_to_a_repeated_heading(page: Path) -> None:
 def badly_indented(text: str) -> list[str]:
     """Lines of lists that Python-Markdown, which makes the site, reads unlike code hosts."""
     wrong = []
-    in_list = False
+    in_list = in_paragraph = False
     for before, line in pairwise(["", *text.splitlines()]):
-        item = ITEM.match(line)
         indent = len(line) - len(line.lstrip())
-        if item:
-            wrong += [line] if indent % 4 or (not in_list and before.strip()) else []
-            in_list = True
+        if ITEM.match(line):
+            begins = not in_list or in_paragraph
+            wrong += [line] if indent % 4 or (begins and before.strip()) else []
+            in_list, in_paragraph = True, False
         elif line.strip() and not before.strip():
             wrong += [line] if in_list and indent % 4 else []
-            in_list = in_list and indent > 0
+            in_list = in_paragraph = in_list and indent > 0
     return wrong
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_lists_are_read_alike(page: Path) -> None:
+def test_lists_and_quotes_are_read_alike(page: Path) -> None:
     assert badly_indented(prose(page)) == []
+    # A comment that begins a line ends the paragraph.
+    assert re.findall(r"(?<=[^\s>]\n)<!-- \w+: \S+ -->", prose(page)) == []
 
 
 def test_a_list_that_is_read_otherwise_is_found() -> None:
     assert badly_indented("Text\n- item") == ["- item"]
     assert badly_indented("- a\n  - b\n\n  paragraph") == ["  - b", "  paragraph"]
-    assert badly_indented("Text\n\n- a\n  more\n\n    paragraph\n    - b\n\nText") == []
+    assert badly_indented("1. a\n\n    paragraph\n2. b") == ["2. b"]
+    assert badly_indented("Text\n\n- a\n  more\n\n    paragraph\n\n    - b\n- c\n\nText") == []
 
 
 def test_the_api_has_every_public_name_and_no_other() -> None:
