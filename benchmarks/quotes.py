@@ -467,27 +467,27 @@ def _terminals(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def tutorial_step(step: str, every: Results) -> str:
-    """A command of the tutorial, and what the terminal said: its first lines, where those tell."""
+    """A command of the tutorial, and what the terminal said, or the lines that tell most of it."""
     found = every["tutorial"]["steps"][step]
     said = found["said"].splitlines()
-    shown = said[: TUTORIAL.get(step)]
+    shown = said[TUTORIAL[step]]
     more = [f"... ({len(said) - len(shown)} lines more)"] if len(shown) < len(said) else []
     return _typed(f"$ {found['command']}", *shown, *more)
 
 
 TUTORIAL = {
-    "demo": None,
-    "launch": None,
-    "trace": None,
-    "summary": 30,
-    "advise": 20,
-    "doctor": 20,
-    "plan": 14,
-    "best": None,
-    "best-run": None,
-    "tune": None,
+    "demo": slice(26),
+    "launch": slice(None),
+    "trace": slice(None),
+    "summary": slice(26),
+    "advise": slice(15),
+    "doctor": slice(6, 15),
+    "plan": slice(18),
+    "best": slice(None),
+    "best-run": slice(None),
+    "tune": slice(None),
 }
-"""Its steps, and how many lines of each are shown."""
+"""Its steps, and which lines of each are shown."""
 
 
 def _typed(*lines: str) -> str:
