@@ -57,6 +57,14 @@ def test_the_navigation_has_every_page_once() -> None:
     assert sorted(listed) == [str(page.relative_to(ROOT)) for page in PAGES]
 
 
+def test_every_technique_names_its_source() -> None:
+    [techniques] = [part["Techniques"] for part in settings()["nav"] if "Techniques" in part]
+    pages = [ROOT / page for page in navigation(techniques)]
+    without = {page.stem for page in pages if "## Source" not in page.read_text()}
+    # the loop and its settings; `local` has its sources where it uses them
+    assert without == {"session", "strategy", "checkpoints", "local"}
+
+
 def outside(page: Path) -> list[str]:
     """Links of a page that would lead out of the site."""
     inside = [ROOT / part for part in (*PARTS, "benchmarks/results")]
