@@ -1,4 +1,4 @@
-# make demo | make quick | make test | make check | make bench: each sets up .venv first, on a fresh
+# make demo | make quick | make test | make check | make bench | make docs: each sets up .venv first, on a fresh
 # machine too. make test TORCH=2.15.0 PYTHON=python3.13: other versions, in an environment of their own.
 PYTHON ?= python3
 TORCH ?=
@@ -12,7 +12,7 @@ CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 # Bytecode of the package is kept: the tests start some hundred interpreters, and each would compile it.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: demo quick test coverage test-gpu check format bench clean help
+.PHONY: demo quick test coverage test-gpu check format bench site docs clean help
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -61,5 +61,20 @@ bench: $(READY)  ## all benchmarks (half a day), or some of them: make bench PAR
 	$(BIN)/python -m benchmarks $(PART)
 	$(if $(PART),,$(BIN)/python -m benchmarks.torch_operators --markdown docs/operators.md)
 
+# What is a page goes to pages/, in the same folders, as both builders of mkdocs.yml read one folder alone.
+PAGES := README.md README.zh.md CONTRIBUTING.md CHANGELOG.md SECURITY.md docs examples benchmarks/results/README.md
+MERMAID := mermaid@11.12.0
+
+site: $(READY)  ## the documentation, into site/; a broken link or anchor is an error
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[docs]'
+	rm -rf pages && mkdir pages && cp -r --parents $(PAGES) benchmarks/results/*.png pages
+	if npm pack --silent --pack-destination pages $(MERMAID); then \
+	  tar xzf pages/mermaid-*.tgz -C pages/docs/site --strip-components 2 package/dist/mermaid.min.js && rm pages/mermaid-*.tgz; \
+	else echo "No npm: the two diagrams load mermaid from unpkg.com where they are read."; fi
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs: site  ## build the documentation and serve it: http://127.0.0.1:8000
+	$(BIN)/python -m http.server 8000 --bind 127.0.0.1 --directory site
+
 clean:  ## remove the virtual environments and caches
-	rm -rf .venv* .coverage* .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv* pages site .coverage* .mypy_cache .ruff_cache .pytest_cache

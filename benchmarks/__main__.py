@@ -43,7 +43,7 @@ SIZES = "--kilobytes 256 1024 4096 16384 65536"
 ALONE = (
     "adapters", "loading", "balance", "large_batch", "soak", "tuner", "overhead", "times",
     "operators", "tensor_parallel", "bubbles", "offload", "unequal", "checks", "kills",
-    "lost_hosts",
+    "lost_hosts", "tutorial",
 )  # fmt: skip
 """Modules whose one result has their name."""
 

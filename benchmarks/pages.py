@@ -147,7 +147,9 @@ def _coded(every: Results) -> list[Entry]:
 
 def pages() -> Mapping[Path, str]:
     """Every page that quotes results, as it is."""
-    return {path: path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
+    return {
+        path: path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")))
+    }
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from statistics import median
 from typing import Any
@@ -465,6 +466,30 @@ def _terminals(row: Mapping[str, Any]) -> Iterator[str]:
         yield f"(the command is given anew on {', '.join(row['anew'])})"
 
 
+def tutorial_step(step: str, every: Results) -> str:
+    """A command of the tutorial, and what the terminal said, or the lines that tell most of it."""
+    found = every["tutorial"]["steps"][step]
+    said = found["said"].splitlines()
+    shown = said[TUTORIAL[step]]
+    more = [f"... ({len(said) - len(shown)} lines more)"] if len(shown) < len(said) else []
+    return _typed(f"$ {found['command']}", *shown, *more)
+
+
+TUTORIAL = {
+    "demo": slice(26),
+    "launch": slice(None),
+    "trace": slice(None),
+    "summary": slice(26),
+    "advise": slice(15),
+    "doctor": slice(6, 15),
+    "plan": slice(18),
+    "best": slice(None),
+    "best-run": slice(None),
+    "tune": slice(None),
+}
+"""Its steps, and which lines of each are shown."""
+
+
 def _typed(*lines: str) -> str:
     return "\n".join(["```", *lines, "```"])
 
@@ -480,5 +505,5 @@ QUOTES: Mapping[str, Callable[[Results], str]] = {
         operators_within, prediction_errors, replay_errors, prediction_orders, advice_kept,
         auto_choices, lost_hosts_commands, lost_hosts_session, lost_hosts_bits,
     )
-}  # fmt: skip
+} | {f"tutorial-{step}": partial(tutorial_step, step) for step in TUTORIAL}  # fmt: skip
 """By name: ``sharded_gain`` is ``<!-- quote: sharded-gain -->``."""

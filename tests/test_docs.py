@@ -18,8 +18,8 @@ from slipstream.strategy import Strategy
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
-    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("*.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
     ROOT / "examples/README.md",
 ]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -106,7 +106,8 @@ def strategies(text: str) -> list[dict[str, Any]]:
 def wrong_options(text: str) -> list[str]:
     """Options of ``slipstream`` commands on a page that they do not have."""
     wrong = []
-    for line in re.findall(r"^(?:    |\$ )(?:\w.* )?(slipstream .*)$", text, re.MULTILINE):
+    typed = re.findall(r"^(?: {4,}|\$ )(?:\w.* )?(slipstream .*)$", text, re.MULTILINE)
+    for line in (*typed, *re.findall(r"`(slipstream [a-z][^`]* -[^`]*)`", text)):
         _, *words = shlex.split(line, comments=True)
         command: Any = get_command(app)
         while words and words[0] in getattr(command, "commands", ()):

@@ -1,5 +1,4 @@
-"""The Python of README.md and docs/data.md runs as it is written: alone, and on ranks that have not
-met yet."""
+"""The Python of these pages runs as it is written: alone, and on ranks that have not met yet."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCKS = {
     f"{name}:{number}": block
-    for name in ("README.md", "docs/data.md")
+    for name in ("README.md", "docs/data.md", "docs/how-do-i.md")
     for number, block in enumerate(BLOCK.findall((ROOT / name).read_text()))
 }
 
@@ -103,10 +102,11 @@ def test_there_are_blocks() -> None:
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_a_block_runs_as_it_is_written(two: Ranks, name: str) -> None:
+def test_a_block_runs_as_it_is_written(two: Ranks, name: str, tmp_path: Path) -> None:
     if "cache" in BLOCKS[name]:
         pytest.importorskip("lmdb")
     text = BLOCKS[name].replace("workers=2", "threads=True")  # ranks of the tests start no process
+    text = text.replace('"runs/a"', f'"{tmp_path}"')
     alone = run(text)
     first, second = two.run(run, text, connect=False)
     assert first == second

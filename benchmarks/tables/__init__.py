@@ -38,6 +38,7 @@ TABLES: Mapping[str, Callable[[Entry], Result]] = {
     "times": planning.times,
     "transports": exchanges.transports,
     "tuner": planning.tuner,
+    "tutorial": planning.tutorial,
     "wrong_updates": training.wrong_updates,
 }
 """By the word that a file of results has for its benchmark."""

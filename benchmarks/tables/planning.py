@@ -163,6 +163,13 @@ def lost_hosts(entry: Entry) -> Result:
     return one_table(entry, "Lost hosts", words, columns, rows)
 
 
+def tutorial(entry: Entry) -> Result:
+    """How long each command of the tutorial took."""
+    rows = [(f"`{s['command']}`", f"{s['seconds']:.0f}") for s in entry["steps"].values()]
+    words = "The commands of docs/tutorial.md, in order; what they print stands there."
+    return one_table(entry, "Tutorial", words, ("command", "s"), rows)
+
+
 def same_bits(entry: Entry) -> str:
     """Whether a disturbed run has ended as the undisturbed one, in a sentence."""
     undisturbed, disturbed = entry["digests"]
