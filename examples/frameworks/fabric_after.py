@@ -8,11 +8,11 @@ from lightning.fabric import Fabric
 from text import UPDATES, Meter, Source, gpt2
 from torch.utils.data import DataLoader
 
-from slipstream.adapters.fabric import SessionStrategy
+from slipstream.adapters.fabric import FabricStrategy
 
 here = int(os.environ["LOCAL_WORLD_SIZE"])
 nodes = int(os.environ["WORLD_SIZE"]) // here
-fabric = Fabric(accelerator="cpu", devices=here, num_nodes=nodes, strategy=SessionStrategy())
+fabric = Fabric(accelerator="cpu", devices=here, num_nodes=nodes, strategy=FabricStrategy())
 fabric.launch()
 model = gpt2()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -207,7 +207,7 @@ def fabric(
     if strategy is None:
         chosen = strategies.DDPStrategy(cluster_environment=torchrun)
     else:
-        chosen = adapter("fabric").SessionStrategy(strategy, cluster_environment=torchrun)
+        chosen = adapter("fabric").FabricStrategy(strategy, cluster_environment=torchrun)
     made = package.Fabric(
         accelerator="cpu", devices=torch.distributed.get_world_size(), strategy=chosen
     )

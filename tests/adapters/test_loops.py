@@ -241,8 +241,8 @@ def mistakes_with_lightning() -> None:
 def mistakes_with_fabric() -> None:
     package = importlib.import_module("lightning.fabric")
     environments = importlib.import_module("lightning.fabric.plugins.environments")
-    ours = adapter("fabric").SessionStrategy
-    with pytest.raises(UsageError, match=r"SessionStrategy\(static_graph=\.\.\.\)"):
+    ours = adapter("fabric").FabricStrategy
+    with pytest.raises(UsageError, match=r"FabricStrategy\(static_graph=\.\.\.\)"):
         ours(static_graph=True)
 
     def made(strategy: dict[str, Any], **named: Any) -> Any:

@@ -15,7 +15,7 @@ from slipstream.errors import UsageError
 from slipstream.session.session import Session
 
 
-class SessionStrategy(DDPStrategy):
+class FabricStrategy(DDPStrategy):
     """A strategy of Fabric that trains by a session, and wraps no module.
 
     ``fabric.setup(model, optimizer)`` opens the session; ``fabric.backward()``,
@@ -42,8 +42,8 @@ class SessionStrategy(DDPStrategy):
 
     Example:
         >>> from lightning.fabric import Fabric
-        >>> from slipstream.adapters.fabric import SessionStrategy
-        >>> strategy = SessionStrategy({"gradients": {"transport": "sharded"}})
+        >>> from slipstream.adapters.fabric import FabricStrategy
+        >>> strategy = FabricStrategy({"gradients": {"transport": "sharded"}})
         >>> fabric = Fabric(strategy=strategy, accelerator="cpu", devices=2)  # doctest: +SKIP
     """
 
@@ -51,7 +51,7 @@ class SessionStrategy(DDPStrategy):
         super().__init__(**named)
         if self._ddp_kwargs:
             raise UsageError(
-                f"SessionStrategy({', '.join(self._ddp_kwargs)}=...) is for "
+                f"FabricStrategy({', '.join(self._ddp_kwargs)}=...) is for "
                 "DistributedDataParallel, which a session replaces: leave it out; unused "
                 "parameters need no setting"
             )
@@ -149,7 +149,7 @@ class SessionStrategy(DDPStrategy):
 
 
 class _NoSync(_BackwardSyncControl):
-    def __init__(self, strategy: SessionStrategy) -> None:
+    def __init__(self, strategy: FabricStrategy) -> None:
         self._strategy = strategy
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
