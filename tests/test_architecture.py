@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1] / "src" / PACKAGE
 LEVELS = (
     ("errors", "files", "pytree", "version"),
     ("cluster", "kernels", "optim", "plain_copy", "strategy", "testbed", "trace"),
-    ("analysis", "memory", "precision", "transport"),
+    ("analysis", "health", "memory", "precision", "transport"),
     ("checks", "codecs", "comm", "data"),
     ("gradients",),
     ("ddp", "fusion", "parallel", "planner"),
@@ -40,6 +40,7 @@ TORCH_FREE = (
     "strategy",
     "trace",
     "analysis",
+    "health",
     "planner",
     "advisor",
     "report",

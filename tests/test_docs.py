@@ -66,8 +66,8 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
 def test_every_room_has_a_page() -> None:
     rooms = {p.parent.name for p in (ROOT / "src/slipstream").glob("*/__init__.py")}
     pages = {page.stem for page in (ROOT / "docs").glob("*.md")}
-    # parts of the pages on traces, codecs and security; checkpoints.md
-    assert rooms - pages == {"analysis", "checkpoint", "ddp", "files"}
+    # parts of the pages on traces, codecs and security; checkpoints.md, doctor.md
+    assert rooms - pages == {"analysis", "checkpoint", "ddp", "files", "health"}
 
 
 def test_every_page_is_in_the_index() -> None:

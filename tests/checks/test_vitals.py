@@ -114,7 +114,7 @@ def test_what_is_not_confirmed_is_named(tmp_path):
     folder.mkdir(parents=True)
     (folder / "tcp").write_text(TABLE)
     (folder / "tcp6").write_text(TABLE6)
-    assert unsent(tmp_path) == ["10.0.0.3", "10.0.0.5", "fe80:0000:0000:0000:0000:0000:0000:0001"]
+    assert unsent(tmp_path) == ["10.0.0.3", "10.0.0.5", "fe80::1"]
 
 
 def test_the_line_of_the_script_is_found():

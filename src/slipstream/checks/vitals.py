@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from os import sysconf
 from pathlib import Path
 
+from slipstream.health.network import readable_address
+
 PROC = Path("/proc")
 _TICKS = sysconf("SC_CLK_TCK")
 
@@ -113,7 +115,7 @@ def unsent(proc: Path = PROC) -> list[str]:
                 fields = line.split()
                 waiting, attempts = int(fields[4].partition(":")[0], 16), int(fields[6], 16)
                 if waiting and attempts >= 2:
-                    found.add(_address(fields[2].partition(":")[0]))
+                    found.add(readable_address(fields[2].partition(":")[0]))
     return sorted(found)
 
 
@@ -130,13 +132,3 @@ def _value(path: Path, key: str) -> int:
     """The number in the line ``key: number`` of a file; 0: there is no such line."""
     lines = (line.partition(":") for line in path.read_text().splitlines())
     return next((int(value) for name, _, value in lines if name == key), 0)
-
-
-def _address(hexadecimal: str) -> str:
-    """An address as the kernel's tables write it: words of 4 bytes, each reversed."""
-    words = [bytes.fromhex(hexadecimal[i : i + 8])[::-1] for i in range(0, len(hexadecimal), 8)]
-    if len(words) == 4 and words[:2] == [bytes(4)] * 2:  # IPv4 inside IPv6
-        words = words[3:]
-    if len(words) == 1:
-        return ".".join(map(str, words[0]))
-    return ":".join(word.hex()[i : i + 4] for word in words for i in (0, 4))

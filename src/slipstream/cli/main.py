@@ -31,7 +31,9 @@ SCRIPT_LAST = {"allow_interspersed_args": False}  # options after the script's n
 app.command("launch", context_settings=SCRIPT_LAST)(launch.launch)
 app.command("store")(store.store)
 app.add_typer(trace.app, name="trace", help="Summarize what a run recorded, and get advice.")
-app.add_typer(doctor, name="doctor", help="Measure what exchanges cost on these machines.")
+app.add_typer(
+    doctor, name="doctor", help="Find what is wrong with hosts and links; measure exchanges."
+)
 app.command("plan")(plan)
 app.command("tune", context_settings=SCRIPT_LAST)(tune)
 app.command("scale", context_settings=SCRIPT_LAST)(scale.scale)

@@ -20,7 +20,7 @@ from rich.text import Text
 from slipstream.cluster.environment import Environment
 from slipstream.cluster.launcher import TRACEBACK, LaunchSpec, run
 from slipstream.errors import LaunchError
-from slipstream.testbed import Testbed, format_rate
+from slipstream.testbed import Node, Testbed, format_rate
 
 PORT = 29500
 """Where the ranks of emulated hosts meet; the hosts' networks are their own, so it is free."""
@@ -90,6 +90,19 @@ def run_on_hosts(
         slipstream("launch", *words, node_rank=node.index, **shape, **files) for node in bed.nodes
     ]
     return bed.run(launches)
+
+
+def on_node(bed: Testbed, node: Node, argv: Sequence[str]) -> list[str]:
+    """The command line that makes ``argv`` the one rank of a node, without a launcher."""
+    variables = {
+        "RANK": node.index,
+        "WORLD_SIZE": len(bed.nodes),
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+        "MASTER_ADDR": bed.nodes[0].address,
+        "MASTER_PORT": PORT,
+    }
+    return ["env", *(f"{name}={value}" for name, value in variables.items()), *argv]
 
 
 def describe_hosts(bed: Testbed) -> str:

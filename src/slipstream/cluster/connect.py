@@ -143,6 +143,34 @@ def connect(
     return Cluster(environment, device, dist.group.WORLD, tuple(hosts), owns_world=not ready)
 
 
+def reach_store(environment: Environment, timeout: timedelta) -> Store:
+    """Reach the store where the ranks meet, without waiting for the others to come.
+
+    For those that look at the network before there is a process group. Rank 0 opens the store,
+    unless the launcher has, and must outlive the others' use of it. The keys are those of the run.
+
+    Args:
+        environment: of this process, with an address.
+        timeout: of the connection, and of each later wait without one of its own.
+
+    Raises:
+        ClusterError: the store is not reached; names rank, host and address.
+    """
+    address, port = str(environment.master_addr), int(environment.master_port or 0)
+    try:
+        keeper = _keeper(environment)
+        opens = keeper is None and environment.rank == 0 and not _store_is_the_agents()
+        store = keeper or TCPStore(
+            address, port, is_master=opens, wait_for_workers=False, timeout=timeout
+        )
+        store.set_timeout(timeout)
+        return PrefixStore(f"slipstream/{admit(store, run_token(), f'{address}:{port}')}", store)
+    except (RuntimeError, OSError, ValueError) as error:
+        if isinstance(error, ClusterError):
+            raise
+        raise ClusterError(_rendezvous_advice(environment, timeout, error)) from error
+
+
 def local_gpu(environment: Environment, visible: int) -> int:
     """Index of this rank's GPU among ``visible`` ones: its local rank, or 0 if there is only one.
 

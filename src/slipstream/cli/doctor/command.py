@@ -1,6 +1,7 @@
-"""``slipstream doctor``: measure the network before training relies on it.
+"""``slipstream doctor``: look at hosts and network before training relies on them.
 
-Starts the ranks, or becomes one under a launcher; ``measure`` runs on each.
+``network`` and ``links`` start the ranks, or become one under a launcher; ``measure`` or ``links``
+runs on each. ``host`` starts nothing.
 """
 
 from __future__ import annotations
@@ -16,17 +17,108 @@ import typer
 from rich.console import Console
 from typer import Option
 
+from slipstream.cli.doctor.diagnoses import as_json as diagnoses_as_json, draw, exit_code
 from slipstream.cli.options import LinkRate, RanksPerNode, check_writable
-from slipstream.cli.ranks import describe_hosts, log_folder, run_on_hosts, run_on_this_host
+from slipstream.cli.ranks import (
+    describe_hosts,
+    log_folder,
+    on_node,
+    run_on_hosts,
+    run_on_this_host,
+)
 from slipstream.cluster.environment import Environment
-from slipstream.errors import ClusterError
+from slipstream.errors import ClusterError, LaunchError
+from slipstream.files.document import MIB, Unreadable, read_bytes
+from slipstream.health.files import HostFiles
+from slipstream.health.judge import judge_host
+from slipstream.health.nccl import read_nccl_log
+from slipstream.health.read import read_host
 from slipstream.testbed import Testbed
 
-MEASURE = "slipstream.cli.doctor.measure"
+MEASURE, LINKS = "slipstream.cli.doctor.measure", "slipstream.cli.doctor.links"
+
+LONGEST_LOG = 256 * MIB
+Verbose = Annotated[bool, Option("--verbose", "-v", help="List also what is well.")]
+Everything = Annotated[bool, Option("--json", help="Print all that was found and read as JSON.")]
 
 app = typer.Typer(no_args_is_help=True)
 # The ranks write to stdout.
 console = Console(stderr=True)
+
+
+@app.command()
+def host(
+    nccl_log: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="Log of a run with NCCL_DEBUG=INFO: proof of its network."),
+    ] = None,
+    root: Annotated[
+        Path, Option(metavar="DIR", help="Read another host's /proc, /sys and /etc from here.")
+    ] = Path("/"),
+    verbose: Verbose = False,
+    as_json: Everything = False,
+) -> None:
+    """Look at this host: limits, memory, interfaces; GPUs, RDMA devices and the way between them.
+
+    Reads files and commands that change nothing. Exit code: 0, or 1 if something is wrong.
+
+    [dim]slipstream doctor host[/dim]
+    [dim]slipstream doctor host --nccl-log nccl.log --json[/dim]
+    """
+    log = None if nccl_log is None else read_nccl_log(_text(nccl_log))
+    if not (root / "proc").is_dir():
+        raise LaunchError(
+            f"--root {root}: has no folder proc; name a folder with proc, sys and etc"
+        )
+    facts = read_host(HostFiles.of(root), log)
+    diagnoses = judge_host(facts)
+    if as_json:
+        print(diagnoses_as_json(diagnoses, facts))
+    else:
+        Console().print(draw(facts.host, diagnoses, [facts.host], verbose=verbose))
+    raise typer.Exit(exit_code(diagnoses))
+
+
+@app.command()
+def links(
+    nodes: Annotated[int | None, Option(min=2, help="Emulated hosts to start on.")] = None,
+    rate: LinkRate = "1gbit",
+    seconds: Annotated[float, Option(min=0.2, max=60, help="Seconds for a link, about.")] = 1.0,
+    verbose: Verbose = False,
+    as_json: Everything = False,
+) -> None:
+    """Look at all hosts, and measure the link between each two of them.
+
+    Names hosts that do not reach each other, slow links, wrong interfaces, and
+    what differs between hosts. Start it like a training, on the hosts that will
+    train. Exit code: 0, or 1 if something is wrong.
+
+    [dim]slipstream doctor links --nodes 4 --rate 1gbit[/dim]
+    [dim]slipstream launch --nnodes 4 ... -m slipstream doctor links[/dim]
+    [dim]srun --ntasks-per-node 1 slipstream doctor links[/dim]
+    """
+    job = json.dumps(
+        {
+            "seconds": seconds,
+            "columns": Console().width,
+            "as_text": not as_json,
+            "verbose": verbose,
+        }
+    )
+    launched = Environment.read(os.environ, socket.gethostname()).source != "none"
+    _refuse_both(nodes, launched)
+    if launched:
+        os.execv(sys.executable, [sys.executable, "-m", LINKS, job])  # become that rank
+    if nodes is None:
+        raise ClusterError(
+            "one host has no link: start it on several like a training (slipstream launch --nnodes "
+            "4 ... -m slipstream doctor links, srun), or on emulated ones with --nodes 4"
+        )
+    with Testbed(nodes, rate) as bed:
+        code = bed.run(
+            [on_node(bed, node, [sys.executable, "-m", LINKS, job]) for node in bed.nodes]
+        )
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -62,12 +154,9 @@ def network(
         )
     screen = {"terminal": Console().is_terminal, "columns": Console().width}
     job = json.dumps({"file": str(output), "seconds": seconds, **screen})
-    if Environment.read(os.environ, socket.gethostname()).source != "none":
-        if nodes is not None:
-            raise ClusterError(
-                f"--nodes {nodes} starts ranks, but a launcher has started this one already: leave "
-                "out one of the two"
-            )
+    launched = Environment.read(os.environ, socket.gethostname()).source != "none"
+    _refuse_both(nodes, launched)
+    if launched:
         os.execv(sys.executable, [sys.executable, "-m", MEASURE, job])  # become that rank
     if nodes is not None:
         with Testbed(nodes, rate) as bed:
@@ -77,3 +166,19 @@ def network(
     if not Console().is_terminal:  # else a bar shows how far it is
         console.print(f"measuring on {ranks or 2} ranks; most of it takes {seconds:.0f} s")
     raise typer.Exit(run_on_this_host(MEASURE, job, ranks or 2, console))
+
+
+def _refuse_both(nodes: int | None, launched: bool) -> None:
+    if nodes is not None and launched:
+        raise ClusterError(
+            f"--nodes {nodes} starts ranks, but a launcher has started this one already: leave "
+            "out one of the two"
+        )
+
+
+def _text(file: Path) -> str:
+    try:
+        return read_bytes(file, LONGEST_LOG).decode(errors="replace")
+    except (OSError, Unreadable) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise LaunchError(f"--nccl-log {file}: cannot be read: {reason}") from None
