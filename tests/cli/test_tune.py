@@ -134,6 +134,7 @@ def test_a_script_that_never_steps_ends_in_a_box(slipstream) -> None:
         (["--nodes", "0", "tuned.py"], "0 nodes"),
         (["--nodes", "2", "--rate", "fast", "tuned.py"], "is not a link rate"),
         (["--strategy", "nope.yaml", "tuned.py"], "nope.yaml"),
+        (["--strategy", "very_slow_network", "tuned.py"], "start from a strategy without it"),
         (["--allow-lossy", "--cluster", "nope.yaml", "tuned.py"], "nope.yaml"),
         (["--cluster", "cluster.yaml", "tuned.py"], "no effect without --allow-lossy"),
         (["--budget", "20s", "tuned.py"], "too short to start a training twice; allowed: 30s"),

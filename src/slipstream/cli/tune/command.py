@@ -33,7 +33,7 @@ from slipstream.cli.plan.command import write_strategy
 from slipstream.cli.ranks import log_folder, refuse_launcher, slipstream
 from slipstream.cli.tune.display import Display, table
 from slipstream.cluster.launcher import LaunchSpec
-from slipstream.errors import LaunchError, TestbedError
+from slipstream.errors import LaunchError, StrategyError, TestbedError
 from slipstream.files.write import write_whole
 from slipstream.planner.forecast import Forecast
 from slipstream.planner.network.profile import NetworkProfile
@@ -191,7 +191,17 @@ def _check_not_lost(output: Path, strategy: str | None) -> None:
 
 
 def _start(strategy: Strategy) -> Strategy:
-    """The strategy to start from; a trial is too short for what a training finds by itself."""
+    """The strategy to start from; a trial is too short for what a training finds by itself.
+
+    Raises:
+        StrategyError: under ``local`` ranks meet rarely, so that iterations cannot be compared.
+    """
+    if strategy.local is not None:
+        raise StrategyError(
+            "--strategy with local: trials compare single iterations, of which few exchange "
+            "anything there; start from a strategy without it, and measure this one by `slipstream "
+            "scale`, or let it choose its own settings by local: auto"
+        )
     gradients = strategy.gradients
     fixed: dict[str, object] = {}
     if isinstance(gradients.split, OptimalConfig):
