@@ -41,7 +41,7 @@ CODECS: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
 ON_ROADS = " ".join(f"{codec} '{codec} / direct' '{codec} / sharded'" for codec in ("bf16", "int8"))
 SIZES = "--kilobytes 256 1024 4096 16384 65536"
 ALONE = (
-    "adapters", "loading", "balance", "large_batch", "soak", "tuner", "overhead", "times",
+    "loading", "balance", "large_batch", "soak", "tuner", "overhead", "times",
     "operators", "tensor_parallel", "bubbles", "offload", "unequal", "checks", "kills",
     "lost_hosts", "tutorial",
 )  # fmt: skip
@@ -79,6 +79,8 @@ def commands() -> Iterator[tuple[str, str]]:
         "shared_memory --compute accelerator --compute-seconds 0.1",
     )
     yield "transports-1gbit", "transports"
+    for rate in ("1gbit", "100mbit"):
+        yield f"adapters-{rate}", f"adapters --rate {rate}"
     yield "transports-8-hosts-300mbit", "transports --nodes 8 --rate 300mbit"
     for numbering in ("contiguous", "permuted"):
         yield f"allreduce-{numbering}", f"allreduce --numbering {numbering}"

@@ -1,6 +1,6 @@
 """The scripts of examples/frameworks on emulated hosts: as they were, and with an adapter.
 
-    python -m benchmarks.adapters --json benchmarks/results/adapters.json
+    python -m benchmarks.adapters --rate 100mbit --json benchmarks/results/adapters-100mbit.json
 
 Each script runs whole, one rank a host, all of them in an order shuffled each round.
 """
@@ -60,60 +60,40 @@ def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--frameworks", nargs="+", default=FRAMEWORKS, choices=FRAMEWORKS)
-    parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"])
+    parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--updates", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--updates", type=int, default=32)
     parser.add_argument("--json", help="write the result there, too")
     options = parser.parse_args()
     console, shuffle = Console(stderr=True), Random(0)
     seconds: dict[tuple[str, ...], list[float]] = defaultdict(list)
     losses: dict[tuple[str, ...], float] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    every = [(framework, *v) for framework in options.frameworks for v in variants(framework)]
+    with tempfile.TemporaryDirectory() as folder, Testbed(options.nodes, options.rate) as bed:
         files: dict[str, str | None] = {"": None}
         for name, strategy in STRATEGIES.items():
             files[name] = strategy if isinstance(strategy, str) else f"{folder}/{name}.yaml"
             if not isinstance(strategy, str):
                 Path(f"{folder}/{name}.yaml").write_text(yaml.safe_dump(strategy))
-        for rate in options.rates:
-            with Testbed(options.nodes, rate) as bed:
-                runs = [(f, *v) for _ in range(options.rounds) for f in options.frameworks
-                        for v in variants(f)]  # fmt: skip
-                for framework, script, strategy in track(
-                    shuffle.sample(runs, len(runs)), format_rate(parse_rate(rate)), console=console
-                ):
-                    path = SCRIPTS / f"{framework}_{script}.py"
-                    given = None if framework == "ddp" else files[strategy]
-                    key = (rate, framework, script, strategy)
-                    losses[key], spent = measured(bed, path, given, options.updates)
-                    seconds[key].append(spent)
-    rows: list[dict[str, Any]] = []
-    for (rate, framework, script, strategy), times in seconds.items():
-        before = median(seconds[rate, framework, "before", ""])
-        rows.append(
-            {
-                "rate": rate,
-                "framework": framework,
-                "script": script,
-                "strategy": strategy,
-                "seconds": sorted(times),
-                "times_as_fast": before / median(times),
-                "loss": losses[rate, framework, script, strategy],
-            }
-        )
-    names = ("rate", "framework", "script", "strategy")
-    order = [(r, f, *v) for r in options.rates for f in options.frameworks for v in variants(f)]
-    rows.sort(key=lambda row: order.index(tuple(row[name] for name in names)))
-    finish(
-        options.json,
-        "adapters",
+        runs = shuffle.sample(every * options.rounds, len(every) * options.rounds)
+        for key in track(runs, format_rate(parse_rate(options.rate)), console=console):
+            framework, script, strategy = key
+            path = SCRIPTS / f"{framework}_{script}.py"
+            given = None if framework == "ddp" else files[strategy]
+            losses[key], spent = measured(bed, path, given, options.updates)
+            seconds[key].append(spent)
+    rows = [
         {
-            "nodes": options.nodes,
-            "rounds": options.rounds,
-            "updates": options.updates,
-            "rows": rows,
-        },
-    )
+            **dict(zip(("framework", "script", "strategy"), key, strict=True)),
+            "seconds": sorted(seconds[key]),
+            "times_as_fast": median(seconds[key[0], "before", ""]) / median(seconds[key]),
+            "loss": losses[key],
+        }
+        for key in every
+    ]
+    shape = {name: getattr(options, name) for name in ("rate", "nodes", "rounds", "updates")}
+    finish(options.json, "adapters", {**shape, "rows": rows})
 
 
 if __name__ == "__main__":

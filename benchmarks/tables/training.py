@@ -138,7 +138,7 @@ def adapters(entry: Entry) -> Result:
     )
     rows = [
         (
-            *(r["rate"], r["framework"], r["script"], r["strategy"]),
+            *(r["framework"], r["script"], r["strategy"]),
             f"{median(r['seconds']):.3f}",
             f"{min(r['seconds']):.3f} .. {max(r['seconds']):.3f}",
             *(f"{r['times_as_fast']:.2f}", f"{r['loss']:.3f}"),
@@ -146,10 +146,10 @@ def adapters(entry: Entry) -> Result:
         for r in entry["rows"]
     ]
     columns = (
-        *("rate", "framework", "script", "strategy"),
+        *("framework", "script", "strategy"),
         *("s an update", "least .. most", "times as fast", "loss"),
     )
-    return one_table(entry, "Other loops", words, columns, rows)
+    return one_table(entry, f"Other loops, {entry['rate']}", words, columns, rows)
 
 
 def checks(entry: Entry) -> Result:
