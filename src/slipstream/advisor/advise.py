@@ -20,6 +20,7 @@ RULES: tuple[Callable[[TraceStats], Finding | None], ...] = (
     exchange_rules.exchange_otherwise,
     exchange_rules.send_less,
     exchange_rules.accumulate,
+    exchange_rules.gather_less,
     rules.feed_faster,
     rules.even_ranks,
     rules.lighten_optimizer,
