@@ -185,7 +185,8 @@ class FsdpExchange:
                 gather = self._tracer.gather(unit.name, unit.group._all_gather_comm)
                 unit.module.set_custom_all_gather(gather)
         self._hooks += [
-            model.register_forward_pre_hook(lambda *_: self._check_hooks()),
+            # As torch's own hooks: a compiled model would trace it.
+            model.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._check_hooks())),
             optimizer.register_step_post_hook(lambda *_: self._updated()),
         ]
 

@@ -66,10 +66,12 @@ class FsdpTracer:
             "strategy": {} if codec is None else {"gradients": {"codec": codec.document()}},
             "compute": [f"{FULLY_SHARD}: {len(modules)} modules"],
         }
+        untraced: Any = torch.compiler.disable  # as torch's own hooks, by a compiled model
+        begins = untraced(self._forward_begins)
         self._hooks: list[Any] = [
             # Before FSDP2's own, which gathers the parameters of the whole.
-            model.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True),
-            model.register_forward_hook(self._forward_ends),
+            model.register_forward_pre_hook(begins, prepend=True, with_kwargs=True),
+            model.register_forward_hook(untraced(self._forward_ends)),
             optimizer.register_step_pre_hook(lambda *_: self._update_begins()),
             optimizer.register_step_post_hook(lambda *_: self._update_ends()),
         ]
