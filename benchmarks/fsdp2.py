@@ -40,6 +40,7 @@ TORCHS = "torch's own"
 VARIANTS: Mapping[str, tuple[Mapping[str, object] | None, bool]] = {
     TORCHS: (None, False),
     "dense": ({}, False),
+    "dense, no overlap": ({"gradients": {"overlap": False}}, False),
     "half": ({"gradients": {"codec": "half"}}, False),
     "int8": ({"gradients": {"codec": "int8"}}, False),
     "int4": ({"gradients": {"codec": "int4"}}, False),

@@ -2,8 +2,12 @@
 not, and traces.
 
 [Note: Waiting]
-On a CPU FSDP2 has no streams: it waits for each of its collectives where it makes it, and reads
-the result at once. So what is exchanged here is complete on return, too.
+On a CPU FSDP2 has no streams: it waits for each of its collectives where it makes it. But what it
+does with a reduced gradient is, in the usual case, to put a view of it into ``parameter.grad``, and
+gradients are promised when backward is over, as on a GPU. Then the exchange goes on beside the
+backward of the modules before, as many at a time as torch keeps buffers for
+(``set_reduce_scatter_max_input_buffers``, 1), and what is under way holds NaN. Where torch reads
+the values at once, to cast, divide, add or all-reduce them or for a hook, they are waited for.
 """
 
 from __future__ import annotations
@@ -24,11 +28,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from slipstream.adapters.fsdp2_trace import FsdpTracer
+from slipstream.adapters.fsdp2_trace import FsdpTracer, traced_args
 from slipstream.cluster.groups import new_group
 from slipstream.codecs import HalfCodec, Int8Codec, OneBitCodec, Ranks, ScatterCompressor
 from slipstream.codecs.int4 import Int4Codec
@@ -44,18 +48,19 @@ from slipstream.strategy import (
     Strategy,
 )
 from slipstream.trace.event import reduce_scatter
-from slipstream.transport.consistency import agree, collective_errors
+from slipstream.transport.channel import Channel, Label
+from slipstream.transport.consistency import agree
 from slipstream.transport.direct import DirectTransport
-from slipstream.transport.exchange_log import EXCHANGES
-from slipstream.transport.requests import ExchangeSteps, ReduceScatter, sent_bytes
-from slipstream.transport.transport import run
+from slipstream.transport.requests import ExchangeSteps, ReduceScatter, Request, sent_bytes
+
+KNOWN_TORCH = "2.13."
+"""Versions of which it is known when they read a reduced gradient; others wait for each."""
 
 CODECS: tuple[type[CodecVariant], ...] = (HalfConfig, Int8Config, Int4Config, OneBitConfig)
 """Those that can carry a reduce-scatter: each rank gets its part of the sum alone."""
 
 REFUSED: Mapping[str, str] = {
     "gradients.split": "the modules given to fully_shard are the split",
-    "gradients.overlap": "FSDP2 says when it exchanges",
     "gradients.accumulate": "call model.set_requires_gradient_sync(False) before the other passes",
     "local": "FSDP2 has no rank with a whole model, which could train apart",
     "parallel": "give fully_shard a mesh of several dimensions",
@@ -76,15 +81,17 @@ def accelerate_fsdp(
     """Exchange the gradients of a model under ``fully_shard`` as ``strategy`` says.
 
     Gloo's reduce-scatter makes each of p ranks send ``2 (p - 1) / p`` of the gradients' bytes; this
-    one sends ``(p - 1) / p``, and a codec less. Gradients are summed in rank order, those of 16
-    bits in float32. Parameters are gathered as before, and the script stays as it is. All ranks
-    call this, after the last ``fully_shard`` and before the first forward.
+    one sends ``(p - 1) / p``, and a codec less, beside backward where torch allows it. Gradients
+    are summed in rank order, those of 16 bits in float32. Parameters are gathered as before, and
+    the script stays as it is. All ranks call this, after the last ``fully_shard`` and before the
+    first forward.
 
     Args:
         model: on CPUs, or a part of it under ``fully_shard``.
         optimizer: of the model; its steps are the updates that ``start_step`` and traces count.
-        strategy: as of ``slipstream.accelerate``; of its settings ``gradients.codec`` and ``trace``
-            are used, others are refused, except for ``gradients.transport: flat`` and ``direct``.
+        strategy: as of ``slipstream.accelerate``; of its settings ``gradients.codec``,
+            ``gradients.overlap`` and ``trace`` are used, others are refused, except for
+            ``gradients.transport: flat`` and ``direct``.
 
     Exactness: reordered, and bitwise on two ranks; lossy with a codec.
 
@@ -158,6 +165,7 @@ class FsdpExchange:
         strategy: in use.
         updates: steps of the optimizer so far.
         sent_bytes: of gradients that this rank has sent so far.
+        under_way: modules whose gradients travel, and hold NaN until they are there.
     """
 
     def __init__(
@@ -171,14 +179,19 @@ class FsdpExchange:
         self._model = model
         self._units = _units(model)
         _check_units(self._units, strategy.gradients.codec)
-        self._transports: dict[tuple[int, ...], DirectTransport] = {}
+        self.under_way = 0
         self._hooks: list[Any] = []
         self._tracer: FsdpTracer | None = None
-        for unit in self._units:
-            self._join(unit, error)
-            unit.compressor = _compressor(strategy.gradients.codec, unit)
+        groups = self._groups(error)
         if strategy.trace.steps is not None:
             self._tracer = self._trace(optimizer)
+        recorder = None if self._tracer is None else self._tracer.recorder
+        self._channels: dict[tuple[int, ...], Channel] = {}
+        for members, group in groups.items():
+            transport, cpu = DirectTransport(DirectConfig(), group), torch.device("cpu")
+            self._channels[members] = Channel(transport, [transport], cpu, recorder)
+        for unit in self._units:
+            unit.compressor = _compressor(strategy.gradients.codec, unit)
         for unit in self._units:
             unit.module.set_custom_reduce_scatter(_Scatter(self, unit))
             if self._tracer is not None:
@@ -186,13 +199,19 @@ class FsdpExchange:
                 unit.module.set_custom_all_gather(gather)
         self._hooks += [
             # As torch's own hooks: a compiled model would trace it.
-            model.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._check_hooks())),
+            model.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._begin())),
+            optimizer.register_step_pre_hook(lambda *_: self.wait()),
             optimizer.register_step_post_hook(lambda *_: self._updated()),
         ]
 
     def close(self) -> None:
         """Give torch its own collectives back; write a trace that is not written yet, which makes
-        this a collective while ``trace`` records. Idempotent."""
+        this a collective while ``trace`` records. Idempotent.
+
+        Raises:
+            ExchangeError: an exchange failed that nobody has waited for.
+        """
+        self.wait()
         if self._tracer is not None:
             self._tracer.write()
         self._release()
@@ -216,6 +235,7 @@ class FsdpExchange:
     def state_dict(self) -> dict[str, Any]:
         """State with which this rank goes on bit for bit, beside that of model and optimizer; every
         rank saves its own. ``error`` is what a codec has not sent yet."""
+        self.wait()
         units = {
             unit.name: {
                 "calls": unit.compressor.calls,
@@ -277,46 +297,97 @@ class FsdpExchange:
                 "SUM and AVG. Where a gradient_divide_factor is set, call "
                 "set_force_sum_reduction_for_comms(True), too: then torch divides by it"
             )
-        logged = EXCHANGES.begin(f"reduce-scatter of {unit.name}")
-        start = self._tracer.exchange_begins() if self._tracer is not None else None
-        before = self.sent_bytes
-        steps = self._scatter(unit, rows, out, average=op == dist.ReduceOp.AVG)
-        try:
-            with collective_errors(f"rank {unit.ranks.rank}, the reduce-scatter of {unit.name}"):
-                run(self._counted(steps, unit.ranks.count), self._transport(unit))
-        finally:
-            logged.end()
-        if self._tracer is not None and start is not None:
-            sent = self.sent_bytes - before
-            self._tracer.exchange_ends(reduce_scatter, unit.name, rows, sent, start)
-
-    def _scatter(
-        self, unit: _Unit, rows: torch.Tensor, out: torch.Tensor, *, average: bool
-    ) -> ExchangeSteps:
-        codec, count = self.strategy.gradients.codec, unit.ranks.count
+        average, codec = op == dist.ReduceOp.AVG, self.strategy.gradients.codec
+        goes_on = self._may_go_on(unit, rows, average=average)
+        what = f"the reduce-scatter of {unit.name}"
+        args = traced_args(unit.name, rows)
         late = self.updates < getattr(codec, "start_step", 0)
+        exchange: Request | ExchangeSteps
         if unit.compressor is not None and not late:
             _check_width(unit, rows.shape[1])
-            yield from unit.compressor.exchange(rows, out)
-        elif isinstance(codec, HalfConfig):
-            if average:  # before the cast: a sum overflows only where the average would
-                rows.div_(count)
-                average = False
-            yield ReduceScatter(HalfCodec(codec.dtype).encode(rows), out)
+            exchange = self._steps(unit, unit.compressor.exchange(rows, out), args)
         else:
-            yield ReduceScatter(rows, out)
-        if average:
-            out.div_(count)
+            if isinstance(codec, HalfConfig):
+                if average:  # before the cast: a sum overflows only where the average would
+                    rows.div_(unit.ranks.count)
+                    average = False
+                rows = HalfCodec(codec.dtype).encode(rows)
+            exchange = ReduceScatter(rows, out)
+            self._count(exchange, unit, args)
+        if goes_on:
+            out.fill_(torch.nan)  # nobody takes what lies there for a gradient
+        span = ""
+        if self._tracer is not None:
+            span = reduce_scatter(self._tracer.next_number())
+        label = Label(span, lambda: f"rank {unit.ranks.rank}, {what}", args, what)
 
-    def _counted(self, steps: ExchangeSteps, ranks: int) -> ExchangeSteps:
+        def divide() -> None:
+            out.div_(unit.ranks.count)
+
+        self._channel(unit).start(label, exchange, divide if average else None)
+        self.under_way += 1
+        if goes_on:
+            queue: Any = torch.autograd.Variable._execution_engine.queue_callback
+            queue(self.wait)
+        else:
+            self.wait()
+
+    def make_room(self, unit: _Unit) -> None:
+        """Wait, if as many gradients are under way as torch may keep."""
+        most = getattr(unit.group.comm_ctx, "reduce_scatter_max_input_buffers", 1)  # since 2.13
+        if self.under_way >= most:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when all gradients have come: called where backward ends, and before an update.
+
+        Raises:
+            ExchangeError: one of the exchanges failed; names the module.
+        """
+        in_flight = [channel for channel in self._channels.values() if channel.in_flight]
+        if in_flight and self._tracer is not None:
+            self._tracer.exchange_begins()
+        for channel in in_flight:
+            channel.wait()
+        self.under_way = 0
+        if in_flight and self._tracer is not None:
+            self._tracer.computing_goes_on()
+
+    def _may_go_on(self, unit: _Unit, rows: torch.Tensor, *, average: bool) -> bool:
+        """Whether torch reads none of the values before backward is over."""
+        group = unit.group
+        in_backward = torch._C._current_graph_task_id() != -1  # torch tells nowhere else (2.13)
+        return (
+            self.strategy.gradients.overlap
+            and torch.__version__.startswith(KNOWN_TORCH)
+            and in_backward
+            and average  # else torch divides
+            and not isinstance(group.mesh_info, DDPMeshInfo)
+            and group._all_reduce_hook is None
+            and group._orig_dtype == rows.dtype
+            and not any(
+                p.offload_to_cpu
+                or p.sharded_param.grad is not None
+                or getattr(p.sharded_param, "_post_accumulate_grad_hooks", None)
+                for p in group.fsdp_params
+            )
+        )
+
+    def _steps(self, unit: _Unit, steps: ExchangeSteps, args: dict[str, Any]) -> ExchangeSteps:
         for request in steps:
-            self.sent_bytes += round(sent_bytes(request, ranks))
+            self._count(request, unit, args)
             yield request
+
+    def _count(self, request: Request, unit: _Unit, args: dict[str, Any]) -> None:
+        sent = round(sent_bytes(request, unit.ranks.count))
+        args["sent"] += sent
+        self.sent_bytes += sent
 
     # Hooks.
 
-    def _check_hooks(self) -> None:
-        """Refuse a forward under which some gradients would travel otherwise."""
+    def _begin(self) -> None:
+        """A forward begins; refuse one whose gradients would travel otherwise."""
+        self.wait()  # of a backward that has raised
         units = _units(self._model)
         lost = [unit.name for unit in units if not isinstance(_comm(unit), _Scatter)]
         if lost:
@@ -340,26 +411,26 @@ class FsdpExchange:
         names = [unit.name for unit in self._units]
         return FsdpTracer(self._model, optimizer, self.strategy, names, control)
 
-    def _join(self, unit: _Unit, error: Exception | None) -> None:
-        """Make the transport of the ranks that share a unit, once, and compare them."""
-        if unit.ranks.count == 1:
-            if error is not None:
-                raise error
-            return
-        shared = unit.group._reduce_scatter_process_group
-        members = tuple(dist.get_process_group_ranks(shared))
-        if members in self._transports:
-            return
-        group = new_group(members, like=shared, members_alone=True)
-        assert group is not None
-        units = {f"module {one.name}": _said(one) for one in self._units}
-        fingerprint = {"strategy": self.strategy.to_json()} | units
-        agree(fingerprint, group, error)
-        self._transports[members] = DirectTransport(DirectConfig(), group)
+    def _groups(self, error: Exception | None) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """Make a group for each set of ranks that share modules, and compare its ranks."""
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        units = {f"module {unit.name}": _said(unit) for unit in self._units}
+        for unit in self._units:
+            shared = unit.group._reduce_scatter_process_group
+            members = tuple(dist.get_process_group_ranks(shared))
+            if len(members) == 1 or members in groups:
+                continue
+            group = new_group(members, like=shared, members_alone=True)
+            assert group is not None
+            groups[members] = group
+            agree({"strategy": self.strategy.to_json()} | units, group, error)
+        if error is not None:
+            raise error
+        return groups
 
-    def _transport(self, unit: _Unit) -> DirectTransport:
+    def _channel(self, unit: _Unit) -> Channel:
         members = dist.get_process_group_ranks(unit.group._reduce_scatter_process_group)
-        return self._transports[tuple(members)]
+        return self._channels[tuple(members)]
 
     def _release(self) -> None:
         for hook in self._hooks:
@@ -371,13 +442,13 @@ class FsdpExchange:
                 unit.module.set_custom_reduce_scatter(DefaultReduceScatter())
             if self._tracer is not None and self._tracer.gathers(unit.group._all_gather_comm):
                 unit.module.set_custom_all_gather(DefaultAllGather())
-        for transport in self._transports.values():
-            transport.close()
-        self._hooks, self._tracer, self._transports = [], None, {}
+        for channel in self._channels.values():
+            channel.close()
+        self._hooks, self._tracer, self.under_way = [], None, 0
 
 
 class _Scatter(ReduceScatterComm):
-    """The reduce-scatter of a unit, as FSDP2 calls it; complete on return."""
+    """The reduce-scatter of a unit, as FSDP2 calls it."""
 
     def __init__(self, exchange: FsdpExchange, unit: _Unit) -> None:
         self._exchange, self._unit = exchange, unit
@@ -385,6 +456,7 @@ class _Scatter(ReduceScatterComm):
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
+        self._exchange.make_room(self._unit)
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

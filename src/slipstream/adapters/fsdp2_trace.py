@@ -8,7 +8,7 @@ collective begins that is waited for, and go on behind it: so what is hidden is 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -39,6 +39,9 @@ class FsdpTracer:
         strategy: says which steps, and where to write.
         modules: that are gathered and reduced, by path.
         control: a group of all ranks; None: there is one.
+
+    Attributes:
+        recorder: of this rank.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class FsdpTracer:
     ) -> None:
         assert strategy.trace.steps is not None
         rank = 0 if control is None else dist.get_rank(control)
-        self._recorder = Recorder(rank, strategy.trace.skip, strategy.trace.steps)
+        self.recorder = Recorder(rank, strategy.trace.skip, strategy.trace.steps)
         self._strategy, self._control = strategy, control
         self._aligned = self._closed = False
         self._phase: str | None = None
@@ -59,7 +62,7 @@ class FsdpTracer:
         self._step = self._samples = 0
         self._numbers = count(1)
         codec = strategy.gradients.codec
-        self._recorder.meta = {
+        self.recorder.meta = {
             "model": type(model).__name__.removeprefix("FSDP"),
             "engine": FULLY_SHARD,
             "modules": [*modules],
@@ -87,39 +90,20 @@ class FsdpTracer:
 
     def exchange_begins(self, *, waited_for: bool = True) -> float | None:
         """A collective begins, and computing stops where it is waited for; None: nobody records."""
-        if not self._recorder.active:
+        if not self.recorder.active:
             return None
-        now = self._recorder.now()
+        now = self.recorder.now()
         if waited_for:
             self._cut(now)
         return now
 
-    def exchange_ends(
-        self,
-        name: Callable[[int], str],
-        module: str,
-        tensor: torch.Tensor,
-        sent: int,
-        start: float,
-        *,
-        waited_for: bool = True,
-    ) -> None:
-        """It has ended, and computing goes on; any thread may call, where nobody waits.
+    def computing_goes_on(self) -> None:
+        """What was waited for is there."""
+        self._since = self.recorder.now()
 
-        Args:
-            name: of the span, from its number in the iteration.
-            module: whose parameters or gradients travelled.
-            tensor: all of them, padded, in the dtype of before a codec.
-            sent: bytes that this rank sent.
-            start: what `exchange_begins` said.
-            waited_for: as there.
-        """
-        end = self._recorder.now()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        args = {"bytes": tensor.nbytes, "sent": sent, "dtype": dtype, "module": module}
-        self._recorder.add(name(next(self._numbers)), start, end, **args)
-        if waited_for:
-            self._since = end
+    def next_number(self) -> int:
+        """Count a collective of this iteration; the first one is 1."""
+        return next(self._numbers)
 
     def write(self) -> None:
         """Gather what was recorded, and write it on rank 0; a collective, the first time."""
@@ -127,7 +111,7 @@ class FsdpTracer:
             return
         self._closed = True
         with collective_errors("the gathering of the trace"):
-            trace = self._recorder.gather(self._control)
+            trace = self.recorder.gather(self._control)
         if trace is not None and trace.events:
             path = Path(self._strategy.trace.folder) / "trace.json"
             chrome.write(trace, path)
@@ -135,7 +119,7 @@ class FsdpTracer:
 
     def close(self) -> None:
         """Record nothing more, without a collective."""
-        self._closed, self._recorder.active = True, False
+        self._closed, self.recorder.active = True, False
         for hook in self._hooks:
             hook.remove()
 
@@ -146,66 +130,66 @@ class FsdpTracer:
     ) -> None:
         # Inside backward a forward is one that is computed again (torch tells nowhere else, 2.13).
         again = torch._C._current_graph_task_id() != -1
-        if self._recorder.active and torch.is_grad_enabled() and not again:
+        if self.recorder.active and torch.is_grad_enabled() and not again:
             self._samples += batch_size([*args, *kwargs.values()])
             if self._phase != FORWARD:
                 self._enter(FORWARD)
 
     def _forward_ends(self, _: nn.Module, args: object, output: object) -> None:
-        if self._recorder.active and self._phase == FORWARD:
+        if self.recorder.active and self._phase == FORWARD:
             for tensor in tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _: self._backward_begins())
 
     def _backward_begins(self) -> None:
-        if not self._recorder.active or self._phase == BACKWARD:
+        if not self.recorder.active or self._phase == BACKWARD:
             return
         self._enter(BACKWARD)
         queue: Any = torch.autograd.Variable._execution_engine.queue_callback
         queue(partial(queue, self._leave))  # behind FSDP2's, which reduces what is left
 
     def _update_begins(self) -> None:
-        if self._recorder.active:
+        if self.recorder.active:
             self._leave()
-            self._optimizer_begun = self._recorder.now()
+            self._optimizer_begun = self.recorder.now()
 
     def _update_ends(self) -> None:
         if self._closed:
             return
-        if self._recorder.active:
-            now = self._recorder.now()
-            self._recorder.add(OPTIMIZER, self._optimizer_begun, now)
+        if self.recorder.active:
+            now = self.recorder.now()
+            self.recorder.add(OPTIMIZER, self._optimizer_begun, now)
             samples = {"samples": self._samples} if self._samples else {}
-            self._recorder.end_step(now, **samples)
+            self.recorder.end_step(now, **samples)
         else:
-            self._recorder.end_step()
+            self.recorder.end_step()
         self._step += 1
-        if self._recorder.done:
+        if self.recorder.done:
             self.write()
         else:
             self._iteration_begins()
 
     def _iteration_begins(self) -> None:
         """Align the clocks, a collective, before the first iteration that is recorded."""
-        if self._step == self._recorder.first_step and not self._aligned:
+        if self._step == self.recorder.first_step and not self._aligned:
             with collective_errors("the alignment of the clocks for the trace"):
-                self._recorder.align(self._control)
+                self.recorder.align(self._control)
             self._aligned = True
         self._phase, self._samples, self._numbers = None, 0, count(1)
-        self._recorder.begin_step(self._step)
+        self.recorder.begin_step(self._step)
 
     def _enter(self, phase: str) -> None:
         self._leave()
-        self._phase, self._since = phase, self._recorder.now()
+        self._phase, self._since = phase, self.recorder.now()
 
     def _leave(self) -> None:
-        self._cut(self._recorder.now())
+        self._cut(self.recorder.now())
         self._phase = None
 
     def _cut(self, now: float) -> None:
         """End the span of what is computed; the next one begins at ``_since``."""
         if self._phase is not None and now > self._since:
-            self._recorder.add(self._phase, self._since, now)
+            self.recorder.add(self._phase, self._since, now)
 
 
 class _Gather(AllGatherComm):
@@ -226,16 +210,24 @@ class _Gather(AllGatherComm):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        tracer = self._tracer
+        tracer, recorder = self._tracer, self._tracer.recorder
         start = tracer.exchange_begins(waited_for=not async_op)
         work = self._torchs(output_tensor, input_tensor, group, async_op)
         if start is None:
             return work
-        sent, waited = output_tensor.nbytes - input_tensor.nbytes, not async_op
-        parts = (all_gather, self._module, output_tensor, sent, start)
-        ended = partial(tracer.exchange_ends, *parts, waited_for=waited)
-        if work is not None and not waited:
-            work.get_future().add_done_callback(lambda _: ended())
+        name = all_gather(tracer.next_number())
+        sent = output_tensor.nbytes - input_tensor.nbytes
+        args = traced_args(self._module, output_tensor) | {"sent": sent}
+        if work is None or not async_op:
+            recorder.add(name, start, recorder.now(), **args)
+            tracer.computing_goes_on()
         else:
-            ended()
+            ended = work.get_future().add_done_callback
+            ended(lambda _: recorder.add(name, start, recorder.now(), **args))
         return work
+
+
+def traced_args(module: str, tensor: torch.Tensor) -> dict[str, Any]:
+    """Arguments of the span in which all parameters or gradients of a module travel."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"module": module, "dtype": dtype, "bytes": tensor.nbytes, "sent": 0}

@@ -104,8 +104,8 @@ def gather_less(stats: TraceStats) -> Finding | None:
         f"FSDP2 waits for its collectives for {format_seconds(exposed)}, {stats.share(exposed)}.",
         "Gather once an update, where memory allows: reshard_after_forward=False. Send less: "
         "gradients.codec half or int8 for gradients, MixedPrecisionPolicy(param_dtype="
-        "torch.bfloat16) for parameters; both change the training: compare the loss. Or train by "
-        "accelerate(), whose exchanges run beside backward.",
+        "torch.bfloat16) for parameters; both change the training: compare the loss. Where a rank "
+        "has room for the whole model, accelerate() gathers nothing.",
     )
 
 
