@@ -98,7 +98,7 @@ class FsdpTracer:
         return now
 
     def computing_goes_on(self) -> None:
-        """What was waited for is there."""
+        """Begin the next span of computing: nothing is waited for any more."""
         self._since = self.recorder.now()
 
     def next_number(self) -> int:

@@ -24,8 +24,6 @@ LATE = 0.25
 """Time in which gradients wait and no exchange runs, as a share of backward."""
 EXPOSED = 0.5
 """Exposed exchange, as a share of compute."""
-WAITING = 0.1
-"""Exposed exchange under FSDP2, as a share of an iteration."""
 MAX_PASSES = 8
 """Backward passes an update that ``accumulate`` proposes at most."""
 UNMEASURED: Mapping[str, CodecCost] = {"half": CodecCost(ratio=0.5)}
@@ -90,22 +88,6 @@ def send_less(stats: TraceStats) -> Finding | None:
         f"{''.join(words)}. This changes the gradients: compare the loss.",
         gain,
         {"gradients": {"codec": codec.kind}},
-    )
-
-
-def gather_less(stats: TraceStats) -> Finding | None:
-    """Fires where FSDP2 waits for its collectives for a tenth of an iteration. Gain: unknown."""
-    exposed = stats.typical_seconds("exposed")
-    if not stats.fully_shard or exposed < WAITING * stats.iteration:
-        return None
-    return Finding(
-        "warning",
-        "fully_shard",
-        f"FSDP2 waits for its collectives for {format_seconds(exposed)}, {stats.share(exposed)}.",
-        "Gather once an update, where memory allows: reshard_after_forward=False. Send less: "
-        "gradients.codec half or int8 for gradients, MixedPrecisionPolicy(param_dtype="
-        "torch.bfloat16) for parameters; both change the training: compare the loss. Where a rank "
-        "has room for the whole model, accelerate() gathers nothing.",
     )
 
 
