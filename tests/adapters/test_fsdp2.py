@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -23,7 +24,14 @@ from slipstream.adapters.fsdp2 import CODECS, REFUSED, accelerate_fsdp, check_de
 from slipstream.advisor.advise import advise
 from slipstream.analysis.breakdown import breakdown
 from slipstream.analysis.summary import summary
-from slipstream.errors import MismatchError, ModelError, StrategyError, TraceError, UsageError
+from slipstream.errors import (
+    ExchangeError,
+    MismatchError,
+    ModelError,
+    StrategyError,
+    TraceError,
+    UsageError,
+)
 from slipstream.planner.forecast import Forecast
 from slipstream.report.report import html
 from slipstream.strategy import HalfConfig, Strategy
@@ -360,6 +368,25 @@ def test_gradients_travel_beside_backward(codec: object, two: Ranks) -> None:
     assert two.run(beside_backward, late, 2) == [[0] * 4] * 2
 
 
+def left_alone(strategy: Mapping[str, object]) -> str:
+    """What the first rank is told when the other one leaves before backward."""
+    model, optimizer = made(reshard_after_forward=False)
+    with suppress(ZeroDivisionError), accelerate_fsdp(model, optimizer, strategy):
+        loss = loss_of(model, *next(batches(1)))
+        if dist.get_rank() == 1:
+            return ""
+        with pytest.raises(ExchangeError) as caught:
+            loss.backward()
+        1 / 0  # noqa: B018 - it closes without waiting for anybody
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_who_is_left_alone_is_told_and_does_not_hang(codec: object, two: Ranks) -> None:
+    told = two.run(left_alone, {"gradients": {"codec": codec}})[0]
+    assert "rank 0, the reduce-scatter of blocks.1: " in told
+
+
 class Custom:
     """Not torch's own."""
 
@@ -447,15 +474,18 @@ def test_the_page_says_of_each_setting_what_becomes_of_it() -> None:
     assert all(kind in rows["gradients.codec"] for kind in kinds)
 
 
-def traced(folder: str) -> None:
+def traced() -> None:
     model, optimizer = made(again=True)
-    strategy = {"gradients": {"codec": "half"}, "trace": {"steps": 2, "skip": 1, "folder": folder}}
-    with accelerate_fsdp(model, optimizer, strategy):
+    with accelerate_fsdp(model, optimizer):
         plainly(model, optimizer, 5)
 
 
 def test_a_trace_has_every_collective_and_what_it_keeps_waiting(two: Ranks, tmp_path: Path) -> None:
-    two.run(traced, str(tmp_path))
+    strategy: Any = {"gradients": {"codec": "half"}, "trace": {"steps": 2, "skip": 1}}
+    strategy["trace"]["folder"] = str(tmp_path)
+    file = tmp_path / "strategy.json"
+    file.write_text(json.dumps(strategy))
+    two.run(traced, env={"SLIPSTREAM_STRATEGY": str(file)})
     trace = chrome.read(tmp_path / "trace.json")
     iterations = timeline(trace.events)
     assert [(one.rank, one.step) for one in iterations] == [(0, 1), (1, 1), (0, 2), (1, 2)]
