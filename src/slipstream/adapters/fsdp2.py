@@ -166,6 +166,11 @@ class FsdpExchange:
         updates: steps of the optimizer so far.
         sent_bytes: of gradients that this rank has sent so far.
         under_way: modules whose gradients travel, and hold NaN until they are there.
+
+    Raises, where the model is called or in backward:
+        ExchangeError: an exchange failed, as another rank has ended; names the module.
+        ModelError: a codec that owes values got gradients of other parameters than before.
+        UsageError: gradients are not summed or averaged, or comms were set after this.
     """
 
     def __init__(
@@ -388,8 +393,13 @@ class FsdpExchange:
     def _begin(self) -> None:
         """A forward begins; refuse one whose gradients would travel otherwise."""
         self.wait()  # of a backward that has raised
-        units = _units(self._model)
-        lost = [unit.name for unit in units if not isinstance(_comm(unit), _Scatter)]
+        lost = [
+            name or "the model itself"
+            for name, module in self._model.named_modules()
+            if isinstance(module, FSDPModule)
+            for group in module._get_fsdp_state()._fsdp_param_groups
+            if not isinstance(group._reduce_scatter_comm, _Scatter)
+        ]
         if lost:
             raise UsageError(
                 f"{', '.join(lost)}: fully_shard or set_custom_reduce_scatter was called after "
@@ -444,6 +454,8 @@ class FsdpExchange:
                 unit.module.set_custom_all_gather(DefaultAllGather())
         for channel in self._channels.values():
             channel.close()
+        # The groups stay until the script destroys its own: torch would give a new one of the same
+        # ranks the name of one that is gone, and read its addresses (2.13).
         self._hooks, self._tracer, self.under_way = [], None, 0
 
 
