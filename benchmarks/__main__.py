@@ -57,6 +57,8 @@ def commands() -> Iterator[tuple[str, str]]:
             yield f"accelerator-{model}-{rate}", f"{base} --compute accelerator"
             yield f"transports-{model}-{rate}", base
     yield "fsdp-resnet50-1gbit", f"exchange --model resnet50 --ddp 2 4 {FSDP} --no-memory"
+    yield "fsdp2-1gbit", "fsdp2 --rate 1gbit"
+    yield "fsdp2-100mbit", "fsdp2 --rate 100mbit --model tiny --updates 2 --rounds 5"
     for model in MODELS:
         yield f"memory-{model}", f"exchange --model {model} --only-memory {RIVALS} {ROADS}"
     for model, parts in CODECS.items():

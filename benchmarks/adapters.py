@@ -26,7 +26,7 @@ from slipstream.cli.ranks import run_on_hosts
 from slipstream.testbed import Testbed, format_rate, parse_rate
 
 SCRIPTS = Path(__file__).parents[1] / "examples/frameworks"
-FRAMEWORKS = ("ddp", "accelerate", "trainer", "lightning", "fabric")
+FRAMEWORKS = ("ddp", "fsdp2", "accelerate", "trainer", "lightning", "fabric")
 INT8: dict[str, Any] = {"gradients": {"codec": {"kind": "int8", "error_feedback": True}}}
 STRATEGIES: dict[str, Any] = {
     "defaults": {},
@@ -40,6 +40,8 @@ def variants(framework: str) -> list[tuple[str, str]]:
     """The scripts of a framework, and the strategy of each."""
     if framework == "ddp":  # its hook has the codec, and no strategy
         return [("before", ""), ("after", "int8")]
+    if framework == "fsdp2":  # no rank has a model with which it could train on its own
+        return [("before", ""), ("after", "defaults"), ("after", "int8")]
     return [("before", ""), *(("after", name) for name in STRATEGIES)]
 
 

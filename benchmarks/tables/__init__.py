@@ -19,6 +19,7 @@ TABLES: Mapping[str, Callable[[Entry], Result]] = {
     "convergence": training.convergence,
     "exchange": exchanges.exchange,
     "faults": planning.faults,
+    "fsdp2": exchanges.fsdp2,
     "fusion": computing.fusion,
     "kills": training.kills,
     "large_batch": training.large_batch,

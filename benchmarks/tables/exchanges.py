@@ -137,6 +137,29 @@ def transports(entry: Entry) -> Result:
     return one_table(entry, f"Transports at {entry['rate']}", words, columns, rows)
 
 
+def fsdp2(entry: Entry) -> Result:
+    """FSDP2 with torch's collectives and with ours: time, bytes and loss of each variant."""
+    words = (
+        f"GPT-2 ({entry['model']}, {entry['megabytes']:.1f} MB) on {entry['nodes']} nodes: seconds "
+        f"of an update, the MB that a node sends in it, by the counters of its interface, and the "
+        f"held-out loss after {entry['updates']} updates. {entry['rounds']} rounds."
+    )
+    first = entry["rows"][0]
+    rows = [
+        (
+            *(r["variant"], *spread(r["quartiles"], 3), *spread(r["ratio"], 2)),
+            *(f"{r['sent_bytes'] / 1e6:.1f}", f"{r['sent_bytes'] / first['sent_bytes']:.2f}"),
+            f"{r['loss']:.4f}",
+        )
+        for r in entry["rows"]
+    ]
+    columns = (
+        *("variant", "s", "quartiles", f"times the time of {first['variant']}", "quartiles"),
+        *("MB sent", "times its bytes", "loss"),
+    )
+    return one_table(entry, f"FSDP2 at {entry['rate']}", words, columns, rows)
+
+
 def allreduce(entry: Entry) -> Result:
     """One all-reduce by size and transport, on hosts with several ranks."""
     several = entry["nodes"] > 1

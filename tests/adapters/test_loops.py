@@ -286,7 +286,7 @@ def test_mistakes_are_named(two: Ranks, mistakes: Callable[[], None]) -> None:
 # The scripts of examples/frameworks.
 
 SCRIPTS = Path(__file__).parents[2] / "examples/frameworks"
-FRAMEWORKS = ("ddp", *LOOPS)
+FRAMEWORKS = ("ddp", "fsdp2", *LOOPS)
 
 
 def changed(framework: str) -> list[str]:

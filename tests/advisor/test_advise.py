@@ -24,7 +24,7 @@ from slipstream.planner.network.curve import Curve
 from slipstream.planner.search.candidates import exact
 from slipstream.planner.search.ranking import rank
 from slipstream.strategy import Strategy
-from slipstream.trace.event import Event, Trace
+from slipstream.trace.event import FULLY_SHARD, Event, Trace
 from tests.harness.traces import by_hand, many, random_traces
 from tests.harness.training import MS, Training
 from tests.planner.networks import ethernet_profile
@@ -173,6 +173,15 @@ CASES = (
         "problem",
         0.0,
         ("rank 2 has 0 of 3 steps",),
+    ),
+    Case(
+        "gather_less",
+        Training(cuts=(10,), startup=18, per_mb=0, meta={"engine": FULLY_SHARD}),
+        Training(cuts=(10,), startup=17, per_mb=0, meta={"engine": FULLY_SHARD}),
+        "fully_shard",
+        "warning",
+        0.0,
+        ("for 18.00 ms, 10.1% of an iteration", "reshard_after_forward=False"),
     ),
     Case(
         "miss_sizes",

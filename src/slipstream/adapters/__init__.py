@@ -1,1 +1,1 @@
-"""Sessions inside other people's loops, one file for each framework."""
+"""Sessions inside other people's loops, and the exchange of FSDP2: a file for each framework."""

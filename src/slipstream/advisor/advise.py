@@ -22,6 +22,7 @@ RULES: tuple[Callable[[TraceStats], Finding | None], ...] = (
     exchange_rules.accumulate,
     rules.feed_faster,
     rules.even_ranks,
+    rules.gather_less,
     rules.lighten_optimizer,
     rules.distrust_clocks,
     rules.miss_steps,

@@ -16,6 +16,8 @@ DATA_WAIT = 0.1
 """Wait for data, as a share of an iteration."""
 SKEW = 0.05
 """Time between the first and the last rank having all gradients, as a share of an iteration."""
+WAITING = 0.1
+"""Exposed exchange under FSDP2, as a share of an iteration."""
 OPTIMIZER_HEAVY = 0.1
 """Optimizer, as a share of an iteration."""
 CLOCK_ERROR = 0.01
@@ -124,6 +126,22 @@ def even_ranks(stats: TraceStats) -> Finding | None:
         "fewer cores, a throttled or slower processor, a slower disk. If it stays slow, give it "
         "less to do: data.balance with speeds: measured.",
         worst.seconds,
+    )
+
+
+def gather_less(stats: TraceStats) -> Finding | None:
+    """Fires where FSDP2 waits for its collectives for a tenth of an iteration. Gain: unknown."""
+    exposed = stats.typical_seconds("exposed")
+    if not stats.fully_shard or exposed < WAITING * stats.iteration:
+        return None
+    return Finding(
+        "warning",
+        "fully_shard",
+        f"FSDP2 waits for its collectives for {format_seconds(exposed)}, {stats.share(exposed)}.",
+        "Gather once an update, where memory allows: reshard_after_forward=False. Send less: "
+        "gradients.codec half or int8 for gradients, MixedPrecisionPolicy(param_dtype="
+        "torch.bfloat16) for parameters; both change the training: compare the loss. Where a rank "
+        "has room for the whole model, accelerate() gathers nothing.",
     )
 
 

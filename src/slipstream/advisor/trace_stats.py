@@ -17,7 +17,7 @@ from slipstream.planner.iteration.traced import gradients_of
 from slipstream.planner.iteration.workload import Workload
 from slipstream.planner.network.profile import NetworkProfile
 from slipstream.planner.search.ranking import MARGIN
-from slipstream.trace.event import Trace
+from slipstream.trace.event import FULLY_SHARD, Trace
 from slipstream.trace.timeline import Iteration, timeline
 
 WORTHWHILE = 0.01
@@ -32,7 +32,7 @@ class TraceStats(NamedTuple):
     Attributes:
         typical: The typical iteration and its parts.
         stragglers: Ranks that are slower than the others.
-        exchanges: None if nothing was exchanged.
+        exchanges: None if nothing was exchanged, or under FSDP2.
         overlap: Whether exchanges may run during backward.
         accumulate: Backward passes of one update.
         num_gradients: 0 if unknown.
@@ -47,6 +47,7 @@ class TraceStats(NamedTuple):
         resizable: Whether ``data.prefetch`` sets how many read.
         balanceable: Whether samples have lengths by which they can be dealt, and are not yet.
         missing_steps: A sentence for each rank that recorded fewer steps than others.
+        fully_shard: Whether the trace is of torch's FSDP2, not of a session.
     """
 
     typical: TypicalIteration
@@ -65,6 +66,7 @@ class TraceStats(NamedTuple):
     resizable: bool
     balanceable: bool
     missing_steps: tuple[str, ...]
+    fully_shard: bool = False
 
     def typical_seconds(self, part: str) -> float:
         """Seconds of a part of the iteration, of `IterationParts`: the mean over ranks."""
@@ -118,7 +120,8 @@ def trace_stats(trace: Trace, network: NetworkProfile | None = None) -> TraceSta
     worthwhile = max(WORTHWHILE * typical.spread("iteration").mean, clock_error)
     sizes = [g.num_bytes for g in gradients_of(trace)] if meta.get("gradients") else []
     settings = (meta.get("strategy") or {}).get("gradients") or {}
-    exchanges = typical_exchanges(steps, sizes)
+    fully_shard = meta.get("engine") == FULLY_SHARD
+    exchanges = None if fully_shard else typical_exchanges(steps, sizes)
     what_if, unpredicted = _predicted(trace, exchanges, network)
     return TraceStats(
         typical=typical,
@@ -137,6 +140,7 @@ def trace_stats(trace: Trace, network: NetworkProfile | None = None) -> TraceSta
         resizable=bool(meta.get("resizable")),
         balanceable=bool(meta.get("balanceable")),
         missing_steps=missing_steps,
+        fully_shard=fully_shard,
     )
 
 

@@ -126,6 +126,7 @@ class TypicalExchange(NamedTuple):
 
     ``skew`` is the time between the first and the last rank having the segment's gradients ready
     (or starting the exchange, if ready times are unknown): until then an all-reduce can only wait.
+    ``module`` is the one whose parameters or gradients travel under FSDP2; else empty.
     """
 
     name: str
@@ -137,6 +138,7 @@ class TypicalExchange(NamedTuple):
     hidden: float
     exposed: float
     skew: float
+    module: str = ""
 
 
 class TypicalIteration(NamedTuple):
@@ -216,9 +218,10 @@ def _typical_exchanges(
         ranks = list(by_rank[name].values())
         skew = median(max(times) - min(times) for times in ready[name].values())
         sizes = {n: ranks[0][0].event.args.get(n, 0) for n in ("bytes", "gradients", "collectives")}
+        module = str(ranks[0][0].event.args.get("module", ""))
         times = {
             n: median(median(map(attrgetter(n), of_rank)) for of_rank in ranks)
             for n in ("start", "duration", "hidden", "exposed")
         }
-        typical.append(TypicalExchange(name, **sizes, **times, skew=skew))
+        typical.append(TypicalExchange(name, **sizes, **times, skew=skew, module=module))
     return tuple(typical)

@@ -93,16 +93,20 @@ def exchange_table(exchanges: Sequence[TypicalExchange]) -> Table:
     """A row for each exchange: what it costs, when it runs, what it sends."""
     unit = TimeUnit.of(max(max(abs(e.start) + e.duration, e.skew) for e in exchanges))
     times = [f"{name}\n{unit.name}" for name in ("time", "start", "skew")]
+    what = "module" if any(e.module for e in exchanges) else "gradients"
     rows = []
     for e in exchanges:
-        number, hidden = exchange_order(e.name) or e.name, _percent(e.hidden, e.duration)
+        number = e.name if e.module else exchange_order(e.name) or e.name
+        hidden = _percent(e.hidden, e.duration)
         numbers = map(unit.number, (e.duration, e.start, e.skew))
         speed = f"{e.bytes * 8e-9 / e.duration:.2f}" if e.duration else "-"
         exposed, size = unit.number(e.exposed), f"{e.bytes / 1e6:.2f}"
-        rows.append((number, exposed, hidden, *numbers, size, speed, e.gradients or "-"))
+        rows.append(
+            (number, exposed, hidden, *numbers, size, speed, e.module or e.gradients or "-")
+        )
     return _table(
         "Exchanges between ranks",
-        ("#", f"exposed\n{unit.name}", "hidden\n%", *times, "MB", "Gbit/s", "gradients"),
+        ("#", f"exposed\n{unit.name}", "hidden\n%", *times, "MB", "Gbit/s", what),
         "Exposed: the time without forward or backward beside it. Hidden: the share beside them. "
         "Start: since the start of the iteration. Skew: how long the first rank waits for the "
         "last to be ready. Gbit/s: bytes / time.",

@@ -20,4 +20,5 @@ from slipstream.codecs.powersgd import (
     PowerSgdCompressor as PowerSgdCompressor,
 )
 from slipstream.codecs.residual import Residual as Residual
+from slipstream.codecs.scatter import ScatterCompressor as ScatterCompressor
 from slipstream.codecs.two_phase import TwoPhaseCompressor as TwoPhaseCompressor

@@ -31,7 +31,7 @@ from slipstream.planner.search.ranking import (
 from slipstream.planner.search.rare_meetings import RareMeetings, choose_meetings
 from slipstream.planner.search.unpredicted import Beside, beside
 from slipstream.strategy import ByIndexConfig, Strategy
-from slipstream.trace.event import Trace
+from slipstream.trace.event import FULLY_SHARD, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,16 @@ class Forecast:
         Raises:
             ClusterError: the network was measured on another number of ranks.
             StrategyError: the trace has a strategy or a codec that is not known here.
-            TraceError: the trace lacks what a prediction needs, or ranks met rarely in it.
+            TraceError: the trace lacks what a prediction needs, ranks met rarely in it, or it is of
+                torch's FSDP2.
         """
+        if trace.meta.get("engine") == FULLY_SHARD:
+            raise TraceError(
+                "this trace is of torch's FSDP2 (fully_shard), which waits for each collective and "
+                "takes none of a session's settings but codecs: nothing can be predicted from it. "
+                "`slipstream trace summary` and `report` show where its time goes; for predictions "
+                "record some iterations of the model under accelerate()"
+            )
         base = base or traced_strategy(trace)
         if base.local is not None:
             raise TraceError(

@@ -195,6 +195,8 @@ class _Frame(NamedTuple):
         return f"{name}, rank {event.rank}", when
 
     def _exchange_tip(self, event: Event, exposed: float) -> Iterator[str]:
+        if module := event.args.get("module", ""):
+            yield shortened(str(module), 40)
         yield f"{self.unit(event.duration - exposed)} hidden, {self.unit(exposed)} exposed"
         if num_bytes := event.args.get("bytes", 0):
             speed = f", {num_bytes * 8e-9 / event.duration:.2f} Gbit/s" if event.duration else ""

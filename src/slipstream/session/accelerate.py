@@ -67,7 +67,7 @@ def accelerate(
         agreed, validation = Strategy(), Validation({}, ())
         error: Exception | None = None
         try:
-            agreed = _strategy_of(strategy)
+            agreed = strategy_of(strategy)
             validation = validate(model, optimizer, loader, agreed, cluster)
             for text in validation.warnings if cluster.rank == 0 else ():
                 warnings.warn(text, stacklevel=2)
@@ -105,11 +105,11 @@ def data_share(strategy: StrategySource = None) -> tuple[int, int]:
     else:
         environment = from_environ()
         rank, world_size = environment.rank, environment.world_size
-    mesh = mesh_of(_strategy_of(strategy).parallel, world_size)
+    mesh = mesh_of(strategy_of(strategy).parallel, world_size)
     return mesh.coordinates(rank)["data"], mesh.data
 
 
-def _strategy_of(source: StrategySource) -> Strategy:
-    """``source``, or what the environment names."""
+def strategy_of(source: StrategySource) -> Strategy:
+    """The strategy of ``source``, or what SLIPSTREAM_STRATEGY names, else the defaults."""
     named = os.environ.get("SLIPSTREAM_STRATEGY") or None
     return Strategy.load(named if source is None else source)

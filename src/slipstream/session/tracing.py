@@ -141,7 +141,7 @@ class SessionTracer:
         # A forward inside backward is no new one: a stage of a pipeline, or a recomputed block.
         if self.recorder.active and self._forward_start is None and not self._in_backward:
             self._forward_start = self.recorder.stamp(self.device)
-            self._batch_size = _batch_size([*args, *kwargs.values()])
+            self._batch_size = batch_size([*args, *kwargs.values()])
 
     def backward_begins(self, *, dummy_batch: bool) -> None:
         """Forward and loss are done; the samples of a dummy batch do not count."""
@@ -295,7 +295,7 @@ def _is_shardable(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: 
     return refusal_of_sharded(model, optimizer, strategy) is None
 
 
-def _batch_size(inputs: Iterable[Any]) -> int:
+def batch_size(inputs: Iterable[Any]) -> int:
     """The size of the first axis of the first tensor; 0 if there is none."""
     jit: Any = torch.jit
     if jit.is_tracing():  # sizes are tensors there

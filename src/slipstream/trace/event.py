@@ -41,7 +41,10 @@ STAGE_WEIGHT = "stage_weight"
 STAGE_SPANS = (STAGE_FORWARD, STAGE_BACKWARD, STAGE_WEIGHT)
 
 _MARK_OF = {FORWARD: "fp_start", BACKWARD: "bp_end", ITERATION: "iteration_end"}
-_ALLREDUCE = re.compile(r"allreduce([1-9][0-9]*)\Z")
+FULLY_SHARD = "fully_shard"
+"""In ``meta["engine"]``: the trace is of torch's FSDP2, not of a session."""
+
+_EXCHANGE = re.compile(r"(?:allreduce|all_gather|reduce_scatter)([1-9][0-9]*)\Z")
 _MEETING = re.compile(r"meeting([1-9][0-9]*|_average|_ready)\Z")
 
 
@@ -53,6 +56,26 @@ def allreduce(number: int) -> str:
         'allreduce2'
     """
     return f"allreduce{number}"
+
+
+def all_gather(number: int) -> str:
+    """Name of an all-gather of parameters, exchange ``number`` of its iteration.
+
+    Example:
+        >>> all_gather(1)
+        'all_gather1'
+    """
+    return f"all_gather{number}"
+
+
+def reduce_scatter(number: int) -> str:
+    """Name of a reduce-scatter of gradients, exchange ``number`` of its iteration.
+
+    Example:
+        >>> reduce_scatter(3)
+        'reduce_scatter3'
+    """
+    return f"reduce_scatter{number}"
 
 
 def meeting_span(number: int) -> str:
@@ -76,15 +99,15 @@ def is_meeting(name: str) -> bool:
 
 
 def exchange_order(name: str) -> int | None:
-    """Position of an exchange in its iteration: 0 for buffers, else its segment; None for others.
+    """Position of an exchange in its iteration: 0 for buffers, else its number; None for others.
 
     Example:
-        >>> [exchange_order(name) for name in ("buffers", "allreduce12", "forward")]
-        [0, 12, None]
+        >>> [exchange_order(n) for n in ("buffers", "allreduce12", "all_gather3", "forward")]
+        [0, 12, 3, None]
     """
     if name == BUFFERS:
         return 0
-    match = _ALLREDUCE.match(name)
+    match = _EXCHANGE.match(name)
     return int(match[1]) if match else None
 
 
@@ -97,6 +120,8 @@ class Event:
     - ``allreduceN``: ``segment`` (from 0), ``bytes``, the numbers of ``gradients`` and
       ``collectives``, and ``ready``, the time at which the last gradient of the segment was ready.
       No other argument is a time.
+    - ``all_gatherN`` and ``reduce_scatterN`` of FSDP2: ``module``, ``dtype``, the ``bytes`` of all
+      its parameters or gradients, and those ``sent`` by the rank.
     - ``meetingN``, and ``meeting_average`` of what optimizers keep: ``bytes``, and the ``update``
       after which it was sent. These, and ``meeting_ready``, the word that a rank waits for slower
       ones, may last longer than an iteration, and are there in pieces, one for each.
@@ -149,6 +174,8 @@ class Trace:
       gradient has 0 bytes
     - ``optimizer``: ``{"bytes", "shardable", "sgd"}``: those of its state on rank 0, whether ranks
       may each update a share, and whether it is plain SGD, whose momentum DGC can take over
+    - ``engine``: ``fully_shard`` where torch's FSDP2 trains; then there are neither segments nor
+      gradients, and ``modules`` has the paths of those that it gathers
     - ``versions`` of torch and slipstream
     - ``clock_error``: by rank, the most by which its times can be off, in seconds
     - ``predicted``: true if the trace was simulated; it may then hold few of its ranks
