@@ -18,9 +18,13 @@ from slipstream.strategy import Strategy
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "RELEASING.md", "SECURITY.md")
+    ),
     *sorted(ROOT.glob("docs/*.md")),
     ROOT / "examples/README.md",
+    ROOT / "examples/cluster/README.md",
 ]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
