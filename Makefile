@@ -1,14 +1,17 @@
 # make demo | make quick | make test | make check | make bench | make docs: each sets up .venv first, on a fresh
 # machine too. make test TORCH=2.15.0 PYTHON=python3.13: other versions, in an environment of their own.
+# make quick MINIMUM=1: the oldest version of each dependency that pyproject.toml allows.
 PYTHON ?= python3
 TORCH ?=
+MINIMUM ?=
 WORKERS ?= 3
 OTHER_PYTHON := $(if $(filter-out python3,$(PYTHON)),$(shell $(PYTHON) -c 'import sys; print("-python%d.%d" % sys.version_info[:2])'))
-VENV := .venv$(OTHER_PYTHON)$(if $(TORCH),-torch-$(TORCH))
+VENV := .venv$(OTHER_PYTHON)$(if $(TORCH),-torch-$(TORCH))$(if $(MINIMUM),-minimum)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := $(VENV)/.demo
-CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
+PINNED := $(if $(MINIMUM),constraints-minimum.txt,constraints.txt)
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,$(PINNED))
 # Bytecode of the package is kept: the tests start some hundred interpreters, and each would compile it.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
@@ -17,9 +20,9 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml $(PINNED)
 	$(PYTHON) -m venv $(VENV)
-	$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(CONSTRAINTS))
+	$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/' $(PINNED) > $(CONSTRAINTS))
 	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
 	touch $@
@@ -27,7 +30,7 @@ $(READY): pyproject.toml constraints.txt
 $(DEMO): pyproject.toml constraints.txt
 	@echo "Installing slipstream into $(VENV), once: torch (0.2 GB for the CPU, more with CUDA) and 55 MB more"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[report]'
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[demo]'
 	touch $@
 
 demo: $(DEMO)  ## the main job: DDP against slipstream, exact and lossy, on a slow network

@@ -21,6 +21,7 @@ PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted(ROOT.glob("docs/**/*.md")),
     ROOT / "examples/README.md",
+    ROOT / "examples/cluster/README.md",
 ]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 

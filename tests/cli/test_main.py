@@ -41,6 +41,29 @@ def test_the_version(monkeypatch, capsys) -> None:
     assert capsys.readouterr().out == f"slipstream {slipstream.__version__}\n"
 
 
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("do", {"doctor"}),
+        ("trace s", {"summary"}),
+        ("launch --nn", {"--nnodes"}),
+        ("--inst", {"--install-completion"}),
+    ],
+)
+def test_a_shell_completes_commands_and_options(
+    typed: str, completed: set[str], monkeypatch, capsys
+) -> None:
+    words = ["slipstream", *typed.split()]
+    monkeypatch.setattr(sys, "argv", words[:1])
+    monkeypatch.setenv("_SLIPSTREAM_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", " ".join(words))
+    monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == 0
+    assert set(capsys.readouterr().out.split()) == completed
+
+
 def test_the_docs_show_every_command() -> None:
     documented = {tuple(line.split()[: len(path)]) for line in SHOWN for path in COMMANDS}
     assert set(COMMANDS) - documented == set()

@@ -25,6 +25,7 @@ from tests.fusion.optimizers import (
     groups,
     parameters,
 )
+from tests.harness.versions import OLD_TORCH
 
 
 class Own(C.Optimizer):
@@ -298,6 +299,8 @@ def check_equal(runs: list[Run]) -> None:
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("habit", HABITS)
 def test_habits(habit: Callable[[Run], None], name: str) -> None:
+    if OLD_TORCH and (name, habit) == ("Adagrad", group_added):
+        pytest.skip("torch 2.11's Adagrad makes no state for a group that is added")
     runs = [Run(name, many(), fused=fused) for fused in (True, False)]
     for run in runs:
         run.go(2)

@@ -19,6 +19,7 @@ from slipstream.precision import autocast, half_weights
 from slipstream.strategy import HalfType
 from tests.harness.models import MODELS
 from tests.harness.reference import OPTIMIZERS
+from tests.harness.versions import needs_torch_2_12
 from tests.precision.battery import TYPES, digest
 from tests.precision.half_models import Net, batches, make, small, update
 
@@ -89,6 +90,7 @@ def test_it_is_the_loop_by_hand_bit_for_bit(optimizer: str, dtype: HalfType, sca
     assert all(map(torch.equal, net.parameters(), hand.masters))
 
 
+@needs_torch_2_12
 @DTYPES
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_trains_and_comes_back(name: str, dtype: HalfType) -> None:

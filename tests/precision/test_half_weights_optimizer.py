@@ -9,6 +9,7 @@ import torch
 
 from slipstream.errors import UsageError
 from slipstream.precision import half_weights
+from tests.harness.versions import needs_torch_2_12
 from tests.precision.battery import digest
 from tests.precision.half_models import Net, batches, halves, small, update
 
@@ -94,6 +95,7 @@ def test_an_optimizer_of_another_model_steps_as_it_likes() -> None:
         half.close()  # then the first one is free as well
 
 
+@needs_torch_2_12
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch's own
 def test_a_step_may_be_compiled() -> None:
     results = []

@@ -64,7 +64,7 @@ def _options(
 def main() -> None:
     """Run the command line; a user mistake prints one red box and exits with code 2."""
     try:
-        app()
+        app(prog_name="slipstream")  # completion has it in the name of its variable
     except SlipstreamError as error:
         Console(stderr=True).print(
             Panel(

@@ -20,6 +20,7 @@ from slipstream.memory.estimate.saved_bytes import saved_by
 from slipstream.pytree import tensors
 from slipstream.strategy import EveryConfig
 from slipstream.strategy.memory import KeptOperation
+from tests.harness.versions import needs_torch_2_12
 from tests.memory.kept import kept_bytes
 from tests.memory.models import MODELS, Attention, Attentive, Case, rows
 
@@ -116,6 +117,7 @@ def plain() -> Any:
     return cache(lambda name: counted(CASES[name], None)[0])
 
 
+@needs_torch_2_12
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_inputs_and_the_kept_results_are_saved_once(plain: Any, name: str, every: int) -> None:
