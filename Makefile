@@ -65,7 +65,7 @@ bench: $(READY)  ## all benchmarks (half a day), or some of them: make bench PAR
 	$(if $(PART),,$(BIN)/python -m benchmarks.torch_operators --markdown docs/operators.md)
 
 # What is a page goes to pages/, in the same folders, as both builders of mkdocs.yml read one folder alone.
-PAGES := README.md README.zh.md CONTRIBUTING.md CHANGELOG.md SECURITY.md docs examples benchmarks/results/README.md
+PAGES := README.md README.zh.md CONTRIBUTING.md CHANGELOG.md RELEASING.md SECURITY.md docs examples benchmarks/results/README.md
 MERMAID := mermaid@11.12.0
 
 site: $(READY)  ## the documentation, into site/; a broken link or anchor is an error
