@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -229,9 +228,7 @@ class _ClipsBySession(Precision):
     session: Session[Any, Any]
     computed = False  # gradients, since the last step
 
-    def clip_grad_by_norm(
-        self, optimizer: torch.optim.Optimizer | LightningOptimizer, clip_val: float
-    ) -> None:
+    def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         if self.computed:
             check_clips_all(self.session, self.main_params(optimizer))
             self.session.clip_grad_norm_(clip_val)
