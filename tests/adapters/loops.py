@@ -137,6 +137,8 @@ def lightning(
     manual: bool = False,
     optimizers: Callable[[nn.Module], Any] = lambda model: adamw(model),
     at_validation: Callable[[nn.Module], None] = lambda model: None,
+    averages: bool = False,
+    val_check_interval: float = 1.0,
 ) -> Noted:
     pytorch = importlib.import_module("lightning.pytorch")
     strategies = importlib.import_module("lightning.pytorch.strategies")
@@ -178,12 +180,15 @@ def lightning(
         chosen = strategies.DDPStrategy(cluster_environment=torchrun)
     else:
         chosen = adapter("lightning").SessionStrategy(strategy, cluster_environment=torchrun)
-    saving = importlib.import_module("lightning.pytorch.callbacks").ModelCheckpoint
+    package = importlib.import_module("lightning.pytorch.callbacks")
+    callbacks = [package.StochasticWeightAveraging(0.01, 1)] if averages else []
+    if folder is not None:
+        callbacks += [package.ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)]
     made = pytorch.Trainer(
         accelerator="cpu", devices=torch.distributed.get_world_size(), strategy=chosen,
         precision=precision, max_epochs=epochs, logger=False,
         accumulate_grad_batches=1 if manual else 2, gradient_clip_val=None if manual else 1.0,
-        callbacks=[saving(folder, filename="{epoch}", save_top_k=-1)] if folder else [],
+        callbacks=callbacks, val_check_interval=val_check_interval,
         enable_checkpointing=folder is not None, enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0, use_distributed_sampler=True,
     )  # fmt: skip

@@ -80,6 +80,28 @@ def test_manual_optimization_trains_as_under_ddp(two: Ranks, strategy: str) -> N
     assert max(two.run(apart_by_hand, EXACT[strategy])) <= (1e-5 if strategy == "sharded" else 0.0)
 
 
+HABITS: dict[str, dict[str, Any]] = {
+    "averages of weights, whose last epoch has no backward": {"averages": True},
+    "a checkpoint inside an accumulation window": {"val_check_interval": 3},
+}
+
+
+def apart_with(habit: str, folder: Path) -> float:
+    ours, theirs = (
+        lightning(strategy, folder=folder / str(strategy), **HABITS[habit])
+        for strategy in ({}, None)
+    )
+    for noted in (ours, theirs):  # the loss of validation: averaging exchanges buffers for new
+        del noted[-6]  # ones, which DDP broadcasts no more
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_habits_with_lightning_train_as_under_ddp(two: Ranks, habit: str, tmp_path: Path) -> None:
+    assert two.run(apart_with, habit, tmp_path) == [0.0, 0.0]
+    assert len([*tmp_path.glob("{}/*.ckpt")]) >= 3
+
+
 OTHERS: dict[str, dict[str, Any]] = {
     "powersgd": {"gradients": {"codec": {"kind": "powersgd", "rank": 1, "start_step": 2}}},
     "auto": {"gradients": {"split": "optimal", "transport": "auto"}},
@@ -234,6 +256,8 @@ def mistakes_with_lightning() -> None:
     def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
         return [torch.optim.SGD([p], lr=0.1) for p in model.parameters()][:2]
 
+    with pytest.raises(UsageError, match=r"clipping by a norm without net\.0\.weight"):
+        lightning({}, optimizers=lambda model: adamw(model.net[3]))  # type: ignore[index, operator]
     with pytest.raises(ModelError, match=r"configure_optimizers\(\) got several optimizers"):
         lightning({}, manual=True, optimizers=two_optimizers)
 
@@ -263,6 +287,8 @@ def mistakes_with_fabric() -> None:
     fabric.backward(loss)
     with pytest.raises(UsageError, match="clips the 2-norm of all"):
         fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type=1)
+    with pytest.raises(UsageError, match=r"clipping by a norm without 0\.weight"):
+        fabric.clip_gradients(model, adamw(model.module[3]), max_norm=1.0)
     optimizer.step()
     with pytest.raises(ModelError, match=r"setup\(\) got several optimizers"):
         fabric.setup_optimizers(adamw(model_of_tests()))

@@ -10,7 +10,7 @@ from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 
-from slipstream.adapters.opening import GivenStrategy, open_session, several
+from slipstream.adapters.opening import GivenStrategy, check_clips_all, open_session, several
 from slipstream.errors import UsageError
 from slipstream.session.session import Session
 
@@ -35,7 +35,7 @@ class FabricStrategy(DDPStrategy):
 
     Raises:
         UsageError: an argument of DistributedDataParallel; an optimizer set up without its model;
-            clipping by another norm than 2.
+            clipping by another norm than 2, or by that of some trained parameters.
         ModelError: several optimizers.
 
     Exactness: that of the strategy.
@@ -110,8 +110,10 @@ class FabricStrategy(DDPStrategy):
                 f"clip_gradients(norm_type={norm_type}) under a session, which clips the 2-norm "
                 "of all gradients: leave norm_type out"
             )
+        session = self.opened("clip_gradients()")
+        check_clips_all(session, self.precision.main_params(optimizer))
         self.precision.unscale_gradients(optimizer)
-        norm = self.opened("clip_gradients()").clip_grad_norm_(max_norm)
+        norm = session.clip_grad_norm_(max_norm)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the gradients is {norm.item()}")
         return norm

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from slipstream.adapters.opening import GivenStrategy, open_session, several
+from slipstream.adapters.opening import GivenStrategy, check_clips_all, open_session, several
 from slipstream.errors import UsageError
 from slipstream.session.session import Session
 
@@ -39,7 +39,8 @@ class SessionStrategy(DDPStrategy):
 
     Raises:
         UsageError: an argument of DistributedDataParallel; a ``LightningModule.backward`` of the
-            script's own; gradients that Lightning and the strategy both accumulate.
+            script's own; gradients that Lightning and the strategy both accumulate; clipping by the
+            norm of some trained parameters.
         ModelError: several optimizers.
 
     Exactness: that of the strategy.
@@ -140,9 +141,11 @@ class SessionStrategy(DDPStrategy):
         if arguments or (unknown := set(named) - {"retain_graph"}):
             seen = ", ".join([*map(repr, arguments), *sorted(unknown)])
             raise UsageError(f"backward({seen}) under a session; allowed: retain_graph")
-        loss = self.precision_plugin.pre_backward(closure_loss, self._module)
+        plugin: Any = self.precision_plugin
+        plugin.computed = True
+        loss = plugin.pre_backward(closure_loss, self._module)
         self.session.backward(loss, **named)
-        return self.precision_plugin.post_backward(loss, self._module)
+        return cast(torch.Tensor, plugin.post_backward(loss, self._module))
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -158,11 +161,13 @@ class SessionStrategy(DDPStrategy):
         **named: Any,
     ) -> Any:
         """Compute gradients, average and clip them, then step: a session takes no closure."""
-        plugin = self.precision_plugin
+        plugin: Any = self.precision_plugin
         if getattr(plugin, "scaler", None) is not None:  # which does so by itself
-            return super().optimizer_step(optimizer, closure, model, **named)
-        result = plugin._wrap_closure(self._module, optimizer, closure)
-        optimizer.step(**named)
+            result = super().optimizer_step(optimizer, closure, model, **named)
+        else:
+            result = plugin._wrap_closure(self._module, optimizer, closure)
+            optimizer.step(**named)
+        plugin.computed = False
         return result
 
     # Evaluation.
@@ -192,7 +197,15 @@ class SessionStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         if self.session is not None and "optimizer_states" in checkpoint:
-            checkpoint[STATE] = self.session.checkpoint("session")["session"]
+            if self.session.between_updates:
+                checkpoint[STATE] = self.session.checkpoint("session")["session"]
+            else:
+                warnings.warn(
+                    f"{filepath} is saved inside an accumulation window, whose gradients it lacks, "
+                    "as it would under DDP; it lacks the session's state, too: codecs and local "
+                    "training start anew from it. Save and validate where a window ends",
+                    stacklevel=2,
+                )
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
@@ -209,15 +222,18 @@ class SessionStrategy(DDPStrategy):
 _OF_DDP = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
 
-class _ClipsBySession:
+class _ClipsBySession(Precision):
     """In front of a precision plugin's class: the norm is of all gradients of the model."""
 
     session: Session[Any, Any]
+    computed = False  # gradients, since the last step
 
-    def clip_grad_by_norm(
-        self, optimizer: torch.optim.Optimizer | LightningOptimizer, clip_val: float
-    ) -> None:
-        self.session.clip_grad_norm_(clip_val)
+    def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        if self.computed:
+            check_clips_all(self.session, self.main_params(optimizer))
+            self.session.clip_grad_norm_(clip_val)
+        else:  # in the last epoch of StochasticWeightAveraging, which steps without a backward
+            super().clip_grad_by_norm(optimizer, clip_val)
 
 
 def _clipping_by(session: Session[Any, Any], plugin: Precision) -> Any:

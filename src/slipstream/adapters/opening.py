@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +58,20 @@ def several(what: str, prepared_by: str) -> ModelError:
         f"{prepared_by} got several {what}: a session trains one model with one optimizer; call "
         "slipstream.accelerate() for each of them in a loop of your own"
     )
+
+
+def check_clips_all(session: Session[Any, Any], clipped: Iterable[torch.Tensor]) -> None:
+    """Refuse the norm of some gradients: a session's is that of all.
+
+    Raises:
+        UsageError: parameters of the model that are trained are not among ``clipped``.
+    """
+    held = {id(p) for p in clipped}
+    named = session.model.named_parameters()
+    left = [name for name, p in named if p.requires_grad and id(p) not in held]
+    if left:
+        raise UsageError(
+            f"clipping by a norm without {left[0]}; a session clips the 2-norm of all gradients of "
+            "the model: clip all parameters, or freeze those that you do not train, before the "
+            "session opens: parameter.requires_grad_(False)"
+        )
