@@ -65,7 +65,7 @@ class FabricStrategy(DDPStrategy):
         return module
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        if self.session is not None:
+        if self.session is not None and not self.session.closed:
             raise several("optimizers", "setup()")
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         own = [m for m in self._modules if held & {id(p) for p in m.parameters()}]
@@ -75,6 +75,7 @@ class FabricStrategy(DDPStrategy):
                 "fabric.setup(model, optimizer)"
             )
         kind = str(getattr(self.precision, "precision", "32-true"))
+        self._modules = []
         self.session = open_session(
             own[-1],
             optimizer,

@@ -250,6 +250,11 @@ class Session(Generic[M, O]):
             return self._loop.flush(max_norm)
 
     @property
+    def closed(self) -> bool:
+        """Whether it is closed, and the model free for another session."""
+        return self._closed
+
+    @property
     def sync_gradients(self) -> bool:
         """Whether the ``step()`` after this backward, or after the next one, updates: False inside
         an accumulation window and ``no_sync``."""
