@@ -138,7 +138,7 @@ def result_of(module: str, options: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.timeout(300)
 def test_exchange_beside_an_accelerator_compares_all_rivals(tmp_path: Path) -> None:
     options = "--model resnet-small --loopback --nodes 2 --rounds 2 --warmup 0"
-    options += " --compute accelerator --compute-seconds 0.05 --ddp 2 --fsdp keep --zero 2"
+    options += " --compute accelerator --compute-seconds 0.2 --ddp 2 --fsdp keep --zero 2"
     options += " --splits default --transports flat direct"
     entry = result_of("exchange", options, tmp_path)
     assert entry["compute"] == "accelerator"

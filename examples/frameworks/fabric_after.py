@@ -12,7 +12,8 @@ from slipstream.adapters.fabric import FabricStrategy
 
 here = int(os.environ["LOCAL_WORLD_SIZE"])
 nodes = int(os.environ["WORLD_SIZE"]) // here
-fabric = Fabric(accelerator="cpu", devices=here, num_nodes=nodes, strategy=FabricStrategy())
+strategy = FabricStrategy()
+fabric = Fabric(accelerator="cpu", devices=here, num_nodes=nodes, strategy=strategy)
 fabric.launch()
 model = gpt2()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -29,4 +30,5 @@ for batch, _ in zip(loader, range(UPDATES), strict=False):
     meter.update(loss.detach())
 
 meter.report()
+strategy.close()
 dist.destroy_process_group()

@@ -122,8 +122,7 @@ def trainer(
     if resume:  # the log of the first epoch is in the checkpoint
         noted = noted[2 * UPDATES :]
     if strategy is not None:
-        assert made.accelerator.session.updates == epochs * UPDATES
-        made.accelerator.free_memory()
+        assert made.accelerator.session is None  # train() has closed it
     return noted + parameters(made.model)
 
 
@@ -242,7 +241,7 @@ def fabric(
             made.save(folder, state)
     noted += parameters(model)
     if strategy is not None:
-        chosen.session.close()
+        chosen.close()
     return noted
 
 

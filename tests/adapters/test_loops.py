@@ -292,10 +292,10 @@ def mistakes_with_fabric() -> None:
     optimizer.step()
     with pytest.raises(ModelError, match=r"setup\(\) got several optimizers"):
         fabric.setup_optimizers(adamw(model_of_tests()))
-    fabric.strategy.session.close()
+    fabric.strategy.close()
     again = model_of_tests()
     fabric.setup(again, adamw(again))  # as for the next fold of a cross-validation
-    fabric.strategy.session.close()
+    fabric.strategy.close()
     for strategy, named, words in [
         (TWICE["accumulates"], {}, r"set fabric\.no_backward_sync"),
         (TWICE["casts"], {"precision": "bf16-mixed"}, "and precision='bf16-mixed' of Fabric"),

@@ -148,14 +148,27 @@ class Accelerator(accelerate.Accelerator):
         with nullcontext() if self.session is None else self.session.evaluating():
             return super().save_state(*arguments, **named)
 
+    def close(self, *error: Any) -> None:
+        """Close the session; all ranks call it. ``prepare()`` may open another afterwards.
+
+        Args:
+            error: type, value and traceback, as of ``__exit__``, where training has failed.
+        """
+        session, self.session = self.session, None
+        self._to_train, self._to_step = [], []
+        if session is not None:
+            if session in self._custom_objects:
+                self._custom_objects.remove(session)
+            session.__exit__(*(error or (None, None, None)))
+
     def end_training(self) -> None:
         """Close the session, too."""
-        self._close()
+        self.close()
         super().end_training()
 
     def free_memory(self, *objects: Any) -> Any:
         """Close the session, too."""
-        self._close()
+        self.close()
         return super().free_memory(*objects)
 
     def _open(self) -> None:
@@ -176,14 +189,6 @@ class Accelerator(accelerate.Accelerator):
                 "accelerator.prepare(model, optimizer)"
             )
         return self.session
-
-    def _close(self) -> None:
-        if self.session is not None:
-            if self.session in self._custom_objects:
-                self._custom_objects.remove(self.session)
-            self.session.close()
-        self.session = None
-        self._to_train, self._to_step = [], []
 
 
 class _GatheredOptimizer(AcceleratedOptimizer):

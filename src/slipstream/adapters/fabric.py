@@ -20,8 +20,8 @@ class FabricStrategy(DDPStrategy):
 
     ``fabric.setup(model, optimizer)`` opens the session; ``fabric.backward()``,
     ``fabric.no_backward_sync()``, ``fabric.clip_gradients()`` and ``optimizer.step()`` do what they
-    do under DDP. ``fabric.save()`` takes the session, too: ``{"model": model, "optimizer":
-    optimizer, "session": fabric.strategy.session}``.
+    do under DDP. Call ``close()`` where training ends. ``fabric.save()`` takes the session, too:
+    ``{"model": model, "optimizer": optimizer, "session": strategy.session}``.
 
     Args:
         strategy: as of ``slipstream.accelerate``; default: the file that ``SLIPSTREAM_STRATEGY``
@@ -30,8 +30,7 @@ class FabricStrategy(DDPStrategy):
             Fabric's ``DDPStrategy``; none of DistributedDataParallel's own.
 
     Attributes:
-        session: of the model; None before ``setup()``. Close it where training ends before the
-            script does.
+        session: of the model; None before ``setup()`` and after ``close()``.
 
     Raises:
         UsageError: an argument of DistributedDataParallel; an optimizer set up without its model;
@@ -131,10 +130,15 @@ class FabricStrategy(DDPStrategy):
             return state
         return dict(self.session.checkpoint("optimizer")["optimizer"])
 
-    def teardown(self) -> None:
+    def close(self) -> None:
+        """Close the session, on all ranks, before the process group ends: under ``local`` the model
+        is then the mean of all ranks'. ``setup()`` may open another afterwards."""
         session, self.session = self.session, None
         if session is not None:
             session.close()
+
+    def teardown(self) -> None:
+        self.close()
         super().teardown()
 
     def opened(self, call: str) -> Session[Any, Any]:

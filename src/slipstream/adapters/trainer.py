@@ -52,6 +52,20 @@ class SessionTrainer(transformers.Trainer):
         super().create_accelerator_and_postprocess()
         self.accelerator = Accelerator(strategy=self._strategy, **self._accelerator_args)
 
+    def train(self, *arguments: Any, **named: Any) -> Any:
+        """Train, then close the session: under ``local`` the model is then the mean of all ranks'.
+
+        Raises:
+            UsageError: as of `slipstream.adapters.accelerate.Accelerator`.
+        """
+        try:
+            output = super().train(*arguments, **named)
+        except BaseException as error:
+            self.accelerator.close(type(error), error, error.__traceback__)
+            raise
+        self.accelerator.close()
+        return output
+
     def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
         """Evaluate the parameters that evaluate best: under ``local`` the outer ones."""
         with self._evaluating():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -36,8 +37,9 @@ def main() -> None:
     os.chdir(here)  # entering a mount namespace moves to its root
     # Blocked until there is a child to forward them to.
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    pipe = os.pipe()
     try:
-        child = subprocess.Popen(command, close_fds=False, preexec_fn=prepare)
+        child = subprocess.Popen(command, close_fds=False, preexec_fn=lambda: prepare(*pipe))
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
         sys.exit(127)
@@ -52,9 +54,16 @@ def main() -> None:
     sys.exit(status)
 
 
-def prepare() -> None:
-    """In the child: be killed with the parent, and unblock signals."""
+def prepare(reader: int, writer: int) -> None:
+    """In the child: be killed with the parent, and unblock signals.
+
+    Both have the pipe, the parent for as long as it lives: it may have been killed already, and
+    its PID does not tell in another namespace.
+    """
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.close(writer)
+    if select.select([reader], [], [], 0)[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
 
 
