@@ -102,7 +102,8 @@ def trainer(
             scores = self.net(x)
             return {"loss": nn.functional.mse_loss(scores, labels), "scores": scores}
 
-    rows = [{"x": x, "labels": y} for x, y in samples()]  # type: ignore[attr-defined]
+    x, labels = samples()[:]
+    rows = [{"x": a, "labels": b} for a, b in zip(x, labels, strict=True)]
     arguments = transformers.TrainingArguments(
         output_dir=str(folder or "unused"), max_steps=epochs * UPDATES, logging_steps=1,
         save_strategy="no" if folder is None or resume else "steps", save_steps=UPDATES,
@@ -144,7 +145,7 @@ def lightning(
     environments = importlib.import_module("lightning.fabric.plugins.environments")
     noted: Noted = []
 
-    class Module(pytorch.LightningModule):  # type: ignore[misc, name-defined]
+    class Module(pytorch.LightningModule):  # type: ignore[name-defined]  # imported late
         def __init__(self) -> None:
             super().__init__()
             self.net = model_of_tests()

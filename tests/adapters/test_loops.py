@@ -114,7 +114,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 def learns(loop: str, strategy: dict[str, Any]) -> float:
     """The loss of the trained model, as a share of that before."""
     values = LOOPS[loop](strategy, epochs=12)
-    model, (x, y) = model_of_tests(), samples()[:]  # type: ignore[index]
+    model, (x, y) = model_of_tests(), samples()[:]
     before = nn.functional.mse_loss(model(x), y).item()
     for own, trained in zip(model.parameters(), values[-5:], strict=True):
         own.data.copy_(trained)
@@ -257,7 +257,7 @@ def mistakes_with_lightning() -> None:
         return [torch.optim.SGD([p], lr=0.1) for p in model.parameters()][:2]
 
     with pytest.raises(UsageError, match=r"clipping by a norm without net\.0\.weight"):
-        lightning({}, optimizers=lambda model: adamw(model.net[3]))  # type: ignore[index, operator]
+        lightning({}, optimizers=lambda model: adamw(model.net[3]))
     with pytest.raises(ModelError, match=r"configure_optimizers\(\) got several optimizers"):
         lightning({}, manual=True, optimizers=two_optimizers)
 

@@ -10,7 +10,13 @@ from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 
-from slipstream.adapters.opening import GivenStrategy, check_clips_all, open_session, several
+from slipstream.adapters.opening import (
+    GivenStrategy,
+    check_backward,
+    check_clips_all,
+    open_session,
+    several,
+)
 from slipstream.errors import UsageError
 from slipstream.session.session import Session
 
@@ -88,9 +94,7 @@ class FabricStrategy(DDPStrategy):
     def backward(
         self, tensor: torch.Tensor, module: nn.Module | None, *arguments: Any, **named: Any
     ) -> None:
-        if arguments or (unknown := set(named) - {"retain_graph"}):
-            seen = ", ".join([*map(repr, arguments), *sorted(unknown)])
-            raise UsageError(f"backward({seen}) under a session; allowed: retain_graph")
+        check_backward(arguments, named)
         session, scaler = self.opened("backward()"), getattr(self.precision, "scaler", None)
         self.precision.pre_backward(tensor, module)
         session.backward(tensor if scaler is None else scaler.scale(tensor), **named)

@@ -14,7 +14,13 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from slipstream.adapters.opening import GivenStrategy, check_clips_all, open_session, several
+from slipstream.adapters.opening import (
+    GivenStrategy,
+    check_backward,
+    check_clips_all,
+    open_session,
+    several,
+)
 from slipstream.errors import UsageError
 from slipstream.session.session import Session
 
@@ -138,9 +144,7 @@ class SessionStrategy(DDPStrategy):
         **named: Any,
     ) -> torch.Tensor:
         assert self.session is not None
-        if arguments or (unknown := set(named) - {"retain_graph"}):
-            seen = ", ".join([*map(repr, arguments), *sorted(unknown)])
-            raise UsageError(f"backward({seen}) under a session; allowed: retain_graph")
+        check_backward(arguments, named)
         plugin: Any = self.precision_plugin
         plugin.computed = True
         loss = plugin.pre_backward(closure_loss, self._module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,17 @@ def several(what: str, prepared_by: str) -> ModelError:
         f"{prepared_by} got several {what}: a session trains one model with one optimizer; call "
         "slipstream.accelerate() for each of them in a loop of your own"
     )
+
+
+def check_backward(arguments: Sequence[object], named: Mapping[str, object]) -> None:
+    """Refuse arguments of ``Tensor.backward`` that a session's does not take.
+
+    Raises:
+        UsageError: another than ``retain_graph``.
+    """
+    if arguments or set(named) - {"retain_graph"}:
+        seen = ", ".join([*map(repr, arguments), *sorted(set(named) - {"retain_graph"})])
+        raise UsageError(f"backward({seen}) under a session; allowed: retain_graph")
 
 
 def check_clips_all(session: Session[Any, Any], clipped: Iterable[torch.Tensor]) -> None:
