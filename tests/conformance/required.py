@@ -58,7 +58,7 @@ def _settings(model: type[BaseModel], path: str) -> Iterator[str]:
             yield from (f"{place}={word}" for word in given) if words else (place,)
 
 
-_WITHOUT_EFFECT_ON_NUMBERS = {"trace.skip", "trace.folder", "checks.folder"}
+_WITHOUT_EFFECT_ON_NUMBERS = {"trace.skip", "trace.folder", "trace.norms=True", "checks.folder"}
 
 
 def _used(setting: Setting, path: str) -> Iterator[str]:

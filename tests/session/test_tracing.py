@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -164,3 +165,40 @@ def test_a_trace_tells_what_a_plan_must_know_of_the_optimizer(
             session.step()
     told = read(tmp_path / "trace.json").meta["optimizer"]
     assert told == {"bytes": 20 * 4, "shardable": shardable, "sgd": kind is torch.optim.SGD}
+
+
+def with_losses(folder: str, norms: bool) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses of this rank by update, the mean of two backward passes, and what was trained."""
+    strategy = {
+        "gradients": {"accumulate": 2},
+        "trace": {"steps": 3, "skip": 1, "folder": folder, "norms": norms},
+    }
+    rank, losses = int(os.environ.get("RANK", 0)), []
+    with opened(strategy, [BATCH * (1 + rank)] * 8) as session:
+        for batch in session.loader:
+            loss = session.model(batch).square().mean()
+            session.backward(loss)
+            session.step()
+            losses.append(loss.item())
+        parameters = [p.detach().clone() for p in session.model.parameters()]
+    return [(a + b) / 2 for a, b in pairwise(losses)][::2], parameters
+
+
+def test_a_trace_has_losses_and_norms_and_norms_change_nothing(two: Ranks, tmp_path: Path) -> None:
+    without = two.run(with_losses, str(tmp_path / "without"), False)
+    found = two.run(with_losses, str(tmp_path / "norms"), True)
+    for (_, trained), (_, same) in zip(without, found, strict=True):
+        assert all(map(torch.equal, trained, same))
+    trace = read(tmp_path / "norms" / "trace.json")
+    wholes = {(e.rank, e.step): e.args for e in trace.events if e.name == "iteration"}
+    for rank, (losses, _) in enumerate(found):
+        seen = [wholes[rank, step]["loss"] for step in (1, 2, 3)]
+        assert seen == pytest.approx(losses[1:], rel=1e-6)
+    for step in (1, 2, 3):
+        own = [wholes[rank, step]["own_norm2"] for rank in (0, 1)]
+        average = {wholes[rank, step]["average_norm2"] for rank in (0, 1)}
+        assert len(average) == 1
+        # a mean is no longer than the mean of lengths
+        assert 0 < average.pop() <= (own[0] + own[1]) / 2
+    plain = read(tmp_path / "without" / "trace.json")
+    assert not any("own_norm2" in event.args for event in plain.events)

@@ -145,6 +145,8 @@ class TrainingLoop:
     def backward(self, loss: torch.Tensor, *, retain_graph: bool, loss_scale: float) -> None:
         """Backward of one loss; raises as ``Session.backward``."""
         loss_scale = self._checked_scale(loss_scale, self.dims.check_same_loss, loss)
+        if loss_scale == 1.0:  # else it may be scaled
+            self.tracer.sees_loss(loss)
 
         def run() -> None:
             part = self.precision.scaled(loss)

@@ -19,6 +19,7 @@ from slipstream.gradients.layout import Gradient
 from slipstream.gradients.segments import gradients_of, parameters_of
 from slipstream.parallel.dims import ParallelDims
 from slipstream.plain_copy import attach
+from slipstream.session.gradient_norms import GradientNorms
 from slipstream.sharding.checks import refusal_of_sharded
 from slipstream.strategy import Row, ShardedConfig, Strategy
 from slipstream.trace import chrome
@@ -63,6 +64,8 @@ class NoTracing:
     def iteration_begins(self) -> None: ...
 
     def forward_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None: ...
+
+    def sees_loss(self, loss: torch.Tensor) -> None: ...
 
     def backward_begins(self, *, dummy_batch: bool) -> None: ...
 
@@ -115,10 +118,14 @@ class SessionTracer:
         # Where in an iteration the training is:
         self._iteration = self._samples = self._batch_size = 0
         self._under_way = self._in_backward = False
+        self._losses: list[torch.Tensor] = []
         self._forward_start: Stamp | None = None
         self._start: Stamp = 0.0
         self._end: Stamp = 0.0
         self.iteration_begins()  # a collective that may fail: before the hook is installed
+        trained = [t.parameter for t in parameters_of(model, trainable=True)]
+        norms = trained if strategy.trace.norms else []
+        self._norms = GradientNorms(norms, engine, recorder)
         self._remove_hook = attach(
             self.model.register_forward_pre_hook,
             lambda _, args, kwargs: self.forward_begins(args, kwargs),
@@ -143,6 +150,11 @@ class SessionTracer:
             self._forward_start = self.recorder.stamp(self.device)
             self._batch_size = batch_size([*args, *kwargs.values()])
 
+    def sees_loss(self, loss: torch.Tensor) -> None:
+        """Keep a copy on the device: a value would be waited for, and a graph writes it again."""
+        if self.recorder.active:
+            self._losses.append(loss.detach().float().clone())
+
     def backward_begins(self, *, dummy_batch: bool) -> None:
         """Forward and loss are done; the samples of a dummy batch do not count."""
         self._under_way = self._in_backward = True
@@ -163,6 +175,7 @@ class SessionTracer:
         """The exchanges are done; ``ready``: when each gradient was, None: not recorded."""
         args = {} if ready is None else {"gradients_ready": ready}
         self.recorder.add(BACKWARD, self._start, self._end, **args)
+        self._norms.averaged()
 
     def update_begins(self) -> None:
         """The optimizer is next."""
@@ -178,11 +191,13 @@ class SessionTracer:
             self.recorder.add(OPTIMIZER, self._start, now)
             ranks = self.dims.mesh.model_parallel
             samples = self._samples / ranks if ranks > 1 else self._samples
-            self.recorder.end_step(now, **({"samples": samples} if samples else {}))
+            args = {"samples": samples} if samples else {}
+            self.recorder.end_step(now, **args, **self._mean_loss(), **self._norms.take())
         else:
             self.recorder.end_step()
         self._iteration += 1
         self._samples, self._under_way = 0, False
+        self._losses = []
         if self.recorder.done:
             self._window_ends()
         if not self._closed:
@@ -205,6 +220,12 @@ class SessionTracer:
         """Stop recording, without a collective."""
         self._closed = True
         self._remove_hook()
+        self._norms.close()
+
+    def _mean_loss(self) -> dict[str, torch.Tensor]:
+        """That of the backward passes of this update, if they were of losses."""
+        losses = self._losses
+        return {"loss": torch.stack([one.view(()) for one in losses]).mean()} if losses else {}
 
     def _window_ends(self) -> None:
         """All iterations of a window are recorded: for the search, or for the user."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, get_args
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, NonNegativeInt, model_validator
 
 from slipstream.errors import StrategyError
 from slipstream.strategy.checks import ChecksConfig
@@ -26,7 +26,7 @@ from slipstream.strategy.precision import PrecisionConfig
 from slipstream.strategy.presets import preset
 from slipstream.strategy.setting import Exactness, Setting
 from slipstream.strategy.split import ByBytesConfig, SplitConfig
-from slipstream.strategy.transport import DEFAULT_TRANSPORT, TransportConfig
+from slipstream.strategy.transport import DEFAULT_TRANSPORT, ShardedConfig, TransportConfig
 from slipstream.strategy.validate import shown
 from slipstream.strategy.yaml import SUFFIXES, format_yaml, parse_json, parse_yaml, read
 
@@ -74,6 +74,10 @@ class TraceConfig(Setting):
 
     folder: str = Field(default="slipstream-trace", min_length=1)
     """Where the trace is written."""
+
+    norms: bool = False
+    """Record norms of gradients, each rank's and the average's, which tell how much a larger batch
+    brings; takes a look at each gradient."""
 
     @property
     def active(self) -> bool:
@@ -127,6 +131,34 @@ class Strategy(Setting):
 
     trace: TraceConfig = TraceConfig()
     """What is recorded, and where."""
+
+    @model_validator(mode="after")
+    def _norms_of_whole_averages(self) -> Strategy:
+        found = list(self.without_whole_averages)
+        found += ["trace.steps null"] * (self.trace.steps is None)
+        if self.trace.norms and found:
+            raise ValueError(
+                f"trace.norms with {', '.join(found)}: norms are recorded where each rank has "
+                "whole exact averages; record them under plain data parallelism, or leave norms out"
+            )
+        return self
+
+    @property
+    def without_whole_averages(self) -> tuple[str, ...]:
+        """Settings under which ranks do not have whole exact averages of gradients.
+
+        Example:
+            >>> Strategy.load({"gradients": {"codec": "int8"}}).without_whole_averages
+            ('gradients.codec',)
+        """
+        settings = {
+            "local": self.local is not None,
+            "parallel": self.parallel.active,
+            "precision": self.precision is not None,
+            "gradients.transport sharded": isinstance(self.gradients.transport, ShardedConfig),
+            "gradients.codec": self.gradients.codec is not None,
+        }
+        return tuple(name for name, there in settings.items() if there)
 
     @property
     def exactness(self) -> Exactness:

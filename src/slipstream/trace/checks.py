@@ -25,8 +25,10 @@ _COUNTS = {
     "queued",
     "samples",
     "ranks",
+    "own_norm2",
+    "average_norm2",
 }
-"""Arguments of spans that are counts."""
+"""Arguments of spans that are never negative."""
 
 Count = Annotated[int, Field(ge=0, le=_MOST)]
 
@@ -63,6 +65,8 @@ def _wrong_argument(args: Mapping[str, Any]) -> str | None:
     for name, value in args.items():
         if name in _COUNTS and not _is_number(value, 0):
             return _wrong(name, args, "a number >= 0", "args.")
+        if name == "loss" and not _is_number(value, -_MOST):
+            return _wrong(name, args, "a number", "args.")
     if "ready" in args and not _is_number(args["ready"], -_MOST):
         return _wrong("ready", args, "a number of microseconds", "args.")
     ready = args.get("gradients_ready", [])

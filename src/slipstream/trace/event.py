@@ -131,7 +131,9 @@ class Event:
     - ``data_wait``: ``readers``, the workers or threads that read beside the training (0: it reads
       itself), and with ``data.prefetch`` ``queued``, the batches that were there when it asked.
     - ``iteration``: ``samples`` that this rank trained on (its share, if several ranks hold one
-      model), if known.
+      model), if known; the ``loss`` that ``backward()`` got, the mean of an accumulation window;
+      with ``trace.norms`` the squared norms of this rank's gradient, ``own_norm2``, and of the
+      average, ``average_norm2``.
     - operators of ``slipstream.comm``: ``bytes``, and ``ranks``, the size of the group.
 
     Example:

@@ -5,6 +5,7 @@ The other rooms decide what becomes a span. Nothing here runs unless a recorder 
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -109,8 +110,9 @@ class Recorder:
     def add(self, name: str, start: Stamp, end: Stamp, **args: Any) -> None:
         """Add a span to the current step; does nothing in a step that is not recorded.
 
-        ``args`` are plain JSON values, with two exceptions: ``ready`` is a stamp like ``start``,
-        and ``gradients_ready`` is a list of stamps or None, stored as seconds since ``start``.
+        ``args`` are plain JSON values, with three exceptions: ``ready`` is a stamp like ``start``,
+        ``gradients_ready`` is a list of stamps or None, stored as seconds since ``start``, and a
+        tensor of one value is stored as a number, or not at all where it is not finite.
         """
         if self.active:  # no lock: appending to a list is atomic
             self._rows.append((name, self._step, start, end, args))
@@ -175,6 +177,7 @@ class Recorder:
             if stamps := args.get("gradients_ready"):
                 offsets = [None if at is None else self._seconds(at) - begin for at in stamps]
                 args = args | {"gradients_ready": offsets}
+            args = dict(_read(args))
             events.append(Event(name, self.rank, step, begin, self._seconds(end), args))
         steps = {event.step: event for event in events if event.name == ITERATION}
         return [piece for event in events for piece in _pieces(event, steps)]
@@ -185,6 +188,14 @@ class Recorder:
             assert self._gpu is not None, "a CUDA stamp of another recorder"
             stamp = self._gpu.seconds(stamp)
         return _translate(stamp, self._readings)
+
+
+def _read(args: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Read tensors, of work that is done; numbers that are not finite are in no document."""
+    for name, value in args.items():
+        read = float(value) if isinstance(value, torch.Tensor) else value
+        if not isinstance(value, torch.Tensor) or math.isfinite(read):
+            yield name, read
 
 
 def _pieces(event: Event, steps: Mapping[int, Event]) -> Iterator[Event]:

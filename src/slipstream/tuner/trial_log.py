@@ -58,6 +58,11 @@ class TrialLog:
     _trials: list[Trial] = field(default_factory=list, init=False)
     _dense: float | None = field(default=None, init=False)  # seconds of the baseline
 
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """All of them, in their order."""
+        return tuple(self._trials)
+
     def note(
         self,
         strategy: Strategy,
@@ -92,4 +97,4 @@ class TrialLog:
     def result(self, strategy: Strategy, verdict: str, ratios: Sequence[float] = ()) -> Tuned:
         """The end: the strategy to use, and why."""
         improved = strategy != self.base
-        return Tuned(strategy, improved, verdict, tuple(ratios), tuple(self._trials))
+        return Tuned(strategy, improved, verdict, tuple(ratios), self.trials)

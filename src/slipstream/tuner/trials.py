@@ -70,16 +70,19 @@ class Trials:
     steps: int = 10
     skip: int = 3
 
-    def run(self, strategy: Strategy, limit: float) -> Measurement | Failure:
+    def run(
+        self, strategy: Strategy, limit: float, *, norms: bool = False
+    ) -> Measurement | Failure:
         """Measure one strategy within ``limit`` seconds; no process is left when this returns.
 
         A codec works from the first update on as it will in the end: a trial is too short to get
-        there.
+        there. ``norms`` are recorded, too, if asked for.
         """
         number = 1 + sum(1 for _ in self.folder.glob("[0-9]*"))
         folder = (self.folder / f"{number:02d}").resolve()
         folder.mkdir(parents=True)
         trace = {"steps": self.steps, "skip": self.skip, "folder": str(folder)}
+        trace |= {"norms": True} if norms else {}
         codec = at_once(strategy.gradients.codec)
         traced = strategy.with_gradients(codec=codec).document() | {"trace": trace}
         write_whole(folder / STRATEGY, Strategy.load(traced).to_yaml())

@@ -18,10 +18,11 @@ from rich.text import Text
 
 from slipstream.cli.options import AsJson, ExactOnly, Updates, check_writable
 from slipstream.cli.plan import options
+from slipstream.cli.plan.losses import plan_losses, read_goal
 from slipstream.cli.plan.memory import Estimated, Speed, plan_memory
 from slipstream.cli.plan.tables import besides, curve, ranking, ranks
+from slipstream.cli.strategy_file import write_strategy
 from slipstream.errors import StrategyError
-from slipstream.files.write import write_whole
 from slipstream.planner.forecast import Forecast
 from slipstream.planner.network.profile import NetworkProfile
 from slipstream.planner.search.label import label
@@ -47,6 +48,9 @@ def plan(
     output: options.Output = None,
     predicted: options.Predicted = None,
     as_json: AsJson = False,
+    to_loss: options.ToLoss = None,
+    for_time: options.ForTime = None,
+    losses: options.Losses = None,
     memory: options.MemoryOption = None,
     model: options.Model = None,
     length: options.Length = None,
@@ -61,6 +65,11 @@ def plan(
     [dim]slipstream plan --trace trace.json --cluster cluster.yaml -o strategy.yaml[/dim]
     [dim]slipstream plan --trace trace.json --cluster cluster.yaml --nodes 64 --rate 25gbit[/dim]
 
+    --to-loss and --for ask for the whole training, not for an iteration: which strategy reaches a
+    training loss first, or the lowest loss in a time. --losses are those of short runs.
+
+    [dim]slipstream plan --trace t.json --cluster c.yaml --to-loss 3.2 --losses losses.json[/dim]
+
     --memory needs no trace: it estimates a model from shapes, without allocating it. FUNCTION
     returns the model and a function from a batch size to the model's arguments by name. With
     --trace and --cluster of the same model it also says how fast each batch would be.
@@ -72,9 +81,10 @@ def plan(
     elsewhere: dict[str, Any] = {"nodes": nodes, "ranks_per_node": ranks_per_node, "rate": rate}
     elsewhere |= {"updates": updates}
     files = {"output": output, "predicted": predicted}
+    goal = {"to_loss": to_loss, "for": for_time, "losses": losses}
     if memory is not None:
         context = "--memory, which finds the largest batch"
-        _refuse(context, **elsewhere, **files, allow_lossy=not exact_only or None)
+        _refuse(context, **elsewhere, **files, **goal, allow_lossy=not exact_only or None)
         estimated = Estimated(memory, model, length, optimizer or "adamw", dtype or "fp32")
         plan_memory(estimated, _speed(**recorded), as_json)
         return
@@ -82,7 +92,15 @@ def plan(
     _refuse(context, model=model, length=length, optimizer=optimizer, dtype=dtype)
     check_writable("--output", output, SUFFIXES)
     check_writable("--predicted", predicted)
+    known = read_goal(to_loss, for_time, losses)
+    if known is not None:
+        context = "--to-loss or --for: other ranks have another batch, so other losses"
+        _refuse(context, nodes=nodes, ranks_per_node=ranks_per_node)
+        _refuse("--to-loss or --for", predicted=predicted)
     forecast = _forecast(**recorded, **elsewhere)
+    if known is not None:
+        plan_losses(forecast, known, exact_only=exact_only, output=output, as_json=as_json)
+        return
     _deliver(_Answer(forecast, exact_only), output, predicted, as_json)
 
 
@@ -230,12 +248,6 @@ def _refuse(context: str, **options: object) -> None:
     for name, value in options.items():
         if value is not None:
             raise StrategyError(f"--{name.replace('_', '-')} has no effect with {context}")
-
-
-def write_strategy(strategy: Strategy, output: Path) -> None:
-    """Write YAML or JSON, by the suffix."""
-    is_json = output.suffix.lower() == ".json"
-    write_whole(output, strategy.to_json() if is_json else strategy.to_yaml())
 
 
 def _point(point: ScaleOutPoint) -> dict[str, Any]:

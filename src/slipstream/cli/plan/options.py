@@ -24,6 +24,17 @@ Predicted = Annotated[
         help="Write the predicted trace of the best strategy, for `slipstream report`.",
     ),
 ]
+ToLoss = Annotated[
+    float | None, Option(help="Rank by the predicted time to this training loss; needs --losses.")
+]
+ForTime = Annotated[
+    str | None,
+    Option("--for", help="Rank by the predicted loss after this time, 6h; needs --losses."),
+]
+Losses = Annotated[
+    Path | None,
+    Option(help="Losses of short runs: of [bold]slipstream tune --to-loss[/bold]."),
+]
 MemoryOption = Annotated[
     str | None, Option(help="Memory of a rank's device, 32GiB: find the largest batch instead.")
 ]

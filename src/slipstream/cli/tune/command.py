@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -29,9 +29,10 @@ from slipstream.cli.options import (
     StrategyOption,
     Updates,
 )
-from slipstream.cli.plan.command import write_strategy
 from slipstream.cli.ranks import log_folder, refuse_launcher, slipstream
+from slipstream.cli.strategy_file import write_strategy
 from slipstream.cli.tune.display import Display, table
+from slipstream.cli.tune.to_loss import show, tune_to_loss
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.errors import LaunchError, StrategyError, TestbedError
 from slipstream.files.write import write_whole
@@ -45,6 +46,7 @@ from slipstream.testbed import Testbed, unavailable
 from slipstream.trace import Trace
 from slipstream.tuner.measured_choices import MEASURED_CHOICES
 from slipstream.tuner.own_strategy import own_strategy
+from slipstream.tuner.to_loss import TunedToLoss
 from slipstream.tuner.trial_log import Trial, Tuned
 from slipstream.tuner.trials import STRATEGY, Trials, last_words, started
 from slipstream.tuner.tune import LEAST_BUDGET, Tuner
@@ -63,7 +65,22 @@ NumNodes = Annotated[int | None, Option(help="Emulated hosts to run on (slipstre
 _ClusterFile = Annotated[
     Path | None, Option(help="cluster.yaml of `slipstream doctor network`. Default: measure it.")
 ]
-Steps = Annotated[int, Option(min=1, help="Iterations to measure in a trial.")]
+Steps = Annotated[
+    int | None,
+    Option(
+        min=1,
+        help="Iterations to measure in a trial; with --to-loss updates of a run, from the first.",
+        show_default="10, or 150",
+    ),
+]
+ToLoss = Annotated[
+    float | None,
+    Option(help="With --allow-lossy: find what reaches this training loss first, not the fastest."),
+]
+Losses = Annotated[
+    Path | None,
+    Option(help="With --to-loss: file of the runs' losses.", show_default="losses.json"),
+]
 _Output = Annotated[Path, Option("--output", "-o", help="File of the best strategy.")]
 _TrialLog = Annotated[Path, Option(help="File of all trials, as JSON.")]
 
@@ -79,7 +96,9 @@ def tune(
     strategy: StrategyOption = None,
     cluster: _ClusterFile = None,
     updates: Updates = None,
-    steps: Steps = 10,
+    steps: Steps = None,
+    to_loss: ToLoss = None,
+    losses: Losses = None,
     output: _Output = Path("strategy.yaml"),
     log: _TrialLog = Path("trials.json"),
 ) -> None:
@@ -91,12 +110,16 @@ def tune(
     compile. What these found runs in alternation with the first. If nothing is faster beyond the
     noise, the strategy that it started from is written.
 
+    With --to-loss every run begins at the first update and keeps its losses, and what is chosen is
+    predicted to reach that loss first; slipstream plan predicts from the file of losses, too.
+
     The script must leave the strategy to accelerate(), and take some 80 steps. Files that it
     writes are written again in every run.
 
     [dim]slipstream tune --ranks 4 -- train.py --batch 32[/dim]
     [dim]slipstream tune --budget 5m --nodes 4 --rate 1gbit -- train.py[/dim]
     [dim]slipstream tune --allow-lossy --updates 20000 --ranks 4 -- train.py[/dim]
+    [dim]slipstream tune --allow-lossy --to-loss 3.2 --ranks 4 -- train.py[/dim]
     """
     refuse_launcher("slipstream tune --ranks N -- train.py")
     options.check_writable("--output", output, SUFFIXES)
@@ -107,39 +130,59 @@ def tune(
         raise LaunchError(
             "--cluster has no effect without --allow-lossy: exact choices are measured"
         )
+    if to_loss is None and losses is not None:
+        raise LaunchError("--losses has no effect without --to-loss")
+    if to_loss is not None and exact_only:
+        raise LaunchError(
+            "--to-loss compares strategies that change the mathematics: add --allow-lossy. Exact "
+            "ones reach every loss in the same number of updates, so that the fastest is first"
+        )
+    losses = losses or Path("losses.json")
+    options.check_writable("--losses", losses if to_loss is not None else None)
     known = NetworkProfile.load(cluster) if cluster else None
     folder = log_folder("tune-")
     LaunchSpec(script=script, log_dir=folder)  # checks that the script exists
     where = _Where(ranks or (1 if nodes else 2), nodes, rate)
-    run = Trials(where.command(script, args or []), folder, steps).run
+    trials = Trials(where.command(script, args or []), folder, steps or 10)
     _end_on_signals()
+    found: Tuned | TunedToLoss
     try:
         with Display(seconds, console) as display:
             network = _Network(where, known, folder / "network", display)
-            tuned = Tuner(
-                run=run,
-                base=base,
-                budget=seconds,
-                predict=None if exact_only else partial(_predict, updates, network),
-                choices=MEASURED_CHOICES,
-                hidden=own_strategy(script),
-                updates=updates,
-                notify=partial(_notify, log, display),
-                doing=display.doing,
-            ).tune()
+            if to_loss is not None:
+                found = tune_to_loss(
+                    *(trials, base, to_loss, seconds, network.profile, display),
+                    steps=steps,
+                    total=updates,
+                    notify=partial(_notify, log, display),
+                )
+            else:
+                found = Tuner(
+                    run=trials.run,
+                    base=base,
+                    budget=seconds,
+                    predict=None if exact_only else partial(_predict, updates, network),
+                    choices=MEASURED_CHOICES,
+                    hidden=own_strategy(script),
+                    updates=updates,
+                    notify=partial(_notify, log, display),
+                    doing=display.doing,
+                ).tune()
     except (KeyboardInterrupt, SystemExit):
         left = f"; the trials so far are in {log}" if log.exists() else ""
         console.print(Text(f"stopped: no strategy was written{left}"), soft_wrap=True)
         raise
-    write_strategy(tuned.strategy, output)
-    _print(tuned, {"strategy": output, "trials": log, "their logs": folder})
-
-
-def _print(tuned: Tuned, files: Mapping[str, Path]) -> None:
-    Console().print(table(tuned))
-    console.print(Text(tuned.verdict, style="bold"))
+    write_strategy(found.strategy, output)
+    files = {"strategy": output, "trials": log, "their logs": folder}
+    if isinstance(found, Tuned):
+        Console().print(table(found))
+        Console().print(Text(found.verdict, style="bold"))
+    else:
+        found.calibration.save(losses)
+        show(found, to_loss or 0.0, Console())
+        files["losses"] = losses
     for name, path in files.items():
-        console.print(Text(f"{name}: {path}"), soft_wrap=True)
+        Console().print(Text(f"{name}: {path}"), soft_wrap=True)
 
 
 def _predict(

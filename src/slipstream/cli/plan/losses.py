@@ -1,0 +1,127 @@
+"""``slipstream plan --to-loss`` and ``--for``: rank strategies by the whole training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from slipstream.cli.strategy_file import write_strategy
+from slipstream.cli.time_to_loss import document, doubts, duration, table
+from slipstream.errors import StrategyError
+from slipstream.planner.forecast import Forecast
+from slipstream.planner.progress.calibration import MADE_BY, LossCalibration, mathematics
+from slipstream.planner.progress.time_to_loss import (
+    LossAfter,
+    LossForecast,
+    Timed,
+    TimeToLoss,
+    verdict,
+)
+from slipstream.planner.search.label import label
+from slipstream.strategy.duration import seconds_of
+
+
+class Goal(NamedTuple):
+    """What is asked for, one of the first two; and what is known of the losses."""
+
+    loss: float | None
+    seconds: float | None
+    calibration: LossCalibration
+
+
+def read_goal(to_loss: float | None, for_time: str | None, losses: Path | None) -> Goal | None:
+    """Read the options; None: an iteration is asked about.
+
+    Raises:
+        StrategyError: an option lacks another one, or is no time.
+        TraceError: the file of losses cannot be read.
+    """
+    if to_loss is None and for_time is None:
+        if losses is not None:
+            raise StrategyError("--losses has no effect without --to-loss or --for")
+        return None
+    if to_loss is not None and for_time is not None:
+        raise StrategyError("--to-loss and --for are two questions: give one of them")
+    option = "--to-loss" if for_time is None else "--for"
+    if losses is None:
+        raise StrategyError(
+            f"{option} needs --losses, the file of losses of short runs of this training: `"
+            f"{MADE_BY}` writes one"
+        )
+    seconds = None if for_time is None else seconds_of(for_time)
+    if for_time is not None and not seconds:
+        raise StrategyError(f"--for {for_time!r}: write a number and s, m or h, such as 30m or 6h")
+    return Goal(to_loss, seconds, LossCalibration.load(losses))
+
+
+def plan_losses(
+    forecast: Forecast, goal: Goal, *, exact_only: bool, output: Path | None, as_json: bool
+) -> None:
+    """Rank strategies whose losses are known, and print or write the choice.
+
+    Args:
+        forecast: of an iteration.
+        goal: of the training.
+        exact_only: leave strategies out that change the mathematics.
+        output: file of the choice.
+        as_json: print numbers, not a table.
+
+    Raises:
+        StrategyError: the trace and the losses are of runs with other mathematics; or as
+            `LossForecast.to_loss`.
+    """
+    losses = LossForecast(goal.calibration)
+    base = forecast.base
+    if mathematics(base) != mathematics(losses.base):
+        raise StrategyError(
+            f"the trace is of a run under {label(base)}, the losses compare others with "
+            f"{label(losses.base)}: their updates differ; record the trace under that strategy"
+        )
+    timed, unknown = _timed(forecast, losses, exact_only)
+    found: Sequence[TimeToLoss] | Sequence[LossAfter]
+    if goal.loss is not None:
+        found, title = losses.to_loss(goal.loss, timed), f"time to a loss of {goal.loss:g}"
+    else:
+        assert goal.seconds is not None
+        found = losses.after(goal.seconds, timed)
+        title = f"loss after {duration(goal.seconds)}"
+    chosen, words = verdict(found, base)
+    if output is not None:
+        write_strategy(chosen, output)
+    if as_json:
+        typer.echo(json.dumps(document(found, base), indent=2))
+        return
+    console = Console()
+    console.print(table(found, base, title))
+    for doubt in [*doubts(losses, found), *forecast.network.doubts]:
+        console.print(Text(f"warning: {doubt}", style="yellow"), soft_wrap=True)
+    if unknown:
+        text = f"{unknown} more have losses that the file does not tell: `{MADE_BY}` runs them."
+        console.print(Text(text), soft_wrap=True)
+    console.print(Text(f"{words}.", style="bold"), soft_wrap=True)
+    if output is not None:
+        console.print(Text(f"The strategy is in {output}."), soft_wrap=True)
+
+
+def _timed(forecast: Forecast, losses: LossForecast, exact_only: bool) -> tuple[list[Timed], int]:
+    """The baseline, then the fastest of each kind of mathematics that is known; and how many are
+    not."""
+    ranked = forecast.exact() if exact_only else forecast.all()
+    if not exact_only:
+        known = {one.strategy for one in ranked}
+        more = [one.strategy for one in losses.timed() if one.strategy not in known]
+        ranked = [*ranked, *forecast.rank(more)]
+    fastest: dict[str, Timed] = {}
+    for one in ranked:  # the one to prefer comes first
+        fastest.setdefault(mathematics(one.strategy), Timed(one.strategy, one.seconds))
+    known_ones = [one for one in fastest.values() if losses.source(one.strategy) is not None]
+    base = next(one for one in ranked if one.strategy == forecast.base)
+    baseline = Timed(base.strategy, base.seconds)
+    others = [one for one in known_ones if one.strategy != baseline.strategy]
+    return [baseline, *others], len(fastest) - len(known_ones)

@@ -1,0 +1,124 @@
+"""The table of predicted times to a loss, or losses after a time, of ``tune`` and ``plan``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isinf
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from slipstream.analysis.compact_table import compact
+from slipstream.planner.progress.time_to_loss import (
+    FAR,
+    Interval,
+    LossAfter,
+    LossForecast,
+    TimeToLoss,
+    verdict,
+)
+from slipstream.planner.search.label import label
+from slipstream.strategy import Strategy
+
+SHOWN = 12
+_SOURCES = (
+    "Intervals hold 80 %. Updates: exact strategies take the baseline's by definition; others as a "
+    "run on the same batches tells, or between the bounds of the gradient noise scale. Faster: how "
+    "sure it is. * the baseline."
+)
+
+
+def table(found: Sequence[TimeToLoss | LossAfter], base: Strategy, title: str) -> Table:
+    """Predictions, the best first; the baseline is always there.
+
+    Args:
+        found: of `LossForecast.to_loss` or `LossForecast.after`.
+        base: the baseline.
+        title: of the table.
+    """
+    times = isinstance(found[0], TimeToLoss)
+    headings = ["time", "updates"] if times else ["loss"]
+    headings = [*headings, "an update", "better", "updates from", "strategy"]
+    drawn = compact(title, *headings, left=["updates from", "strategy"], caption=_SOURCES)
+    for place, one in enumerate(found):
+        is_base = one.strategy == base
+        if place >= SHOWN and not is_base:
+            continue
+        if isinstance(one, TimeToLoss):
+            cells = [interval(one.time, duration), interval(one.updates, lambda n: f"{n:,.0f}")]
+            sure = one.faster
+        else:
+            cells = [interval(one.loss, lambda loss: f"{loss:.4g}")]
+            sure = one.lower
+        better = "-" if is_base else f"{sure:.0%}"
+        name = label(one.strategy) + " *" * is_base
+        drawn.add_row(
+            *(Text(cell) for cell in cells),
+            duration(one.seconds),
+            better,
+            one.source,
+            Text(name),
+            style="bold" if is_base or place == 0 else None,
+        )
+    return drawn
+
+
+def doubts(forecast: LossForecast, found: Sequence[TimeToLoss | LossAfter]) -> list[str]:
+    """Say what an interval does not hold."""
+    of_base = next((one for one in found if one.strategy == forecast.base), found[0])
+    if isinstance(of_base, TimeToLoss) and forecast.reach(of_base) > FAR:
+        return [
+            f"the baseline needs some {of_base.updates.middle:,.0f} updates, "
+            f"{forecast.reach(of_base):.0f} times those of the calibration: intervals were held to "
+            "measurements up to 5 times"
+        ]
+    return []
+
+
+def document(found: Sequence[TimeToLoss | LossAfter], base: Strategy) -> dict[str, Any]:
+    """The numbers of the table, and the choice; null: never."""
+    chosen, words = verdict(found, base)
+    rows = []
+    for one in found:
+        row: dict[str, Any] = {
+            "name": label(one.strategy),
+            "strategy": one.strategy.document(),
+            "source": one.source,
+            "seconds": one.seconds,
+        }
+        for name in ("updates", "time", "ratio", "loss", "gap"):
+            if hasattr(one, name):
+                row[name] = [None if isinf(v) else v for v in getattr(one, name)]
+        row["sure"] = one.faster if isinstance(one, TimeToLoss) else one.lower
+        rows.append(row)
+    return {"predictions": rows, "strategy": chosen.document(), "verdict": words}
+
+
+def interval(values: Interval, text: Any) -> str:
+    """The median, and the bounds in brackets.
+
+    Example:
+        >>> interval(Interval(1.0, 2.0, float("inf")), duration)
+        '2.00 s (1.00 s to never)'
+    """
+    low, middle, high = ("never" if isinf(value) else text(value) for value in values)
+    return f"{middle} ({low} to {high})"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that suits them.
+
+    Example:
+        >>> [duration(value) for value in (0.0123, 42.0, 900.0, 9000.0, 200000.0)]
+        ['12.3 ms', '42.0 s', '15.0 min', '2.50 h', '55.6 h']
+    """
+    for size, unit in ((3600.0, "h"), (60.0, "min"), (1.0, "s")):
+        if seconds >= size * (1.5 if size > 1 else 1):
+            return _three(seconds / size, unit)
+    return _three(seconds * 1e3, "ms")
+
+
+def _three(value: float, unit: str) -> str:
+    digits = max(0, 2 - max(len(str(int(value))) - 1, 0))
+    return f"{value:,.{digits}f} {unit}"

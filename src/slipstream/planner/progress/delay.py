@@ -1,0 +1,123 @@
+"""Compares a lossy run with data parallelism's: how many more updates it needs for a loss.
+
+[Note: Paired runs]
+Both runs begin at the same parameters and see the same batches, so that what a batch is hard by
+is in both losses: it is taken off, and what is left tells small differences. A stretch of the
+lossy run around its update ``u`` has the loss that data parallelism had after ``v`` updates, and
+``u = lag + ratio * v``: a lag is paid once (error feedback that fills, outer momentum that begins,
+a schedule's first updates), a ratio for as long as it trains. A short run tells their sum well, and
+apart badly. So ratios count less the further they are from 1 (`RATIO_ERROR`); under larger batches
+any ratio counts that noise allows: from one over the batches of an update, where all of it is
+noise, to 1, where nothing is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from slipstream.planner.network.fit import Array
+from slipstream.planner.progress.curve import DRAWS, LossCurve, binned
+
+RATIO_ERROR = 0.07
+"""Deviation of the logarithm of the ratio that lossy methods have before anything was measured."""
+LAGS = np.linspace(-0.5, 1.5, 201)
+"""Parts of the run."""
+RATIOS = np.linspace(-0.4, 0.6, 101)
+"""Logarithms."""
+BEGIN, BINS = 0.4, 6
+"""Part of the run after which its losses count, as a lag takes a while to build up; and stretches
+of the rest."""
+MISFIT = 0.05
+"""Part by which ``v`` may miss, where the course is another."""
+
+
+@dataclass(frozen=True)
+class Delay:
+    """Updates against those that data parallelism needs, drawn as often as they are likely.
+
+    Attributes:
+        lags: updates that are paid once.
+        ratios: updates for one of data parallelism.
+    """
+
+    lags: Array
+    ratios: Array
+
+    @classmethod
+    def none(cls) -> Delay:
+        """That of an exact strategy: none, by definition.
+
+        Example:
+            >>> float(Delay.none().updates_for(np.array(300.0)).max())
+            300.0
+        """
+        return cls(np.zeros(DRAWS), np.ones(DRAWS))
+
+    @classmethod
+    def between(cls, low: float, high: float, seed: int = 0) -> Delay:
+        """One without a lag whose ratio has two bounds; any between them is as likely.
+
+        Args:
+            low, high: updates for one of data parallelism.
+            seed: of the draws.
+        """
+        random = np.random.default_rng(seed)
+        return cls(np.zeros(DRAWS), np.exp(random.uniform(np.log(low), np.log(high), DRAWS)))
+
+    @classmethod
+    def fit(
+        cls,
+        curve: LossCurve,
+        dense: Sequence[float],
+        lossy: Sequence[float],
+        batches: int = 1,
+        seed: int = 0,
+    ) -> Delay:
+        """Fit a lossy run on the batches of data parallelism's.
+
+        Args:
+            curve: of the dense run.
+            dense: losses of data parallelism.
+            lossy: losses of the other run, on the same batches.
+            batches: those of data parallelism that an update of the lossy run takes.
+            seed: of the draws.
+
+        Example:
+            >>> dense = 1 + 4 * np.arange(1, 201) ** -0.5
+            >>> later = 1 + 4 * np.maximum(np.arange(1, 201) - 50.0, 1.0) ** -0.5
+            >>> delay = Delay.fit(LossCurve.fit(dense), dense, later)
+            >>> bool(abs(np.median(delay.updates_for(np.full(4000, 1000.0))) - 1050) < 30)
+            True
+        """
+        count = min(len(lossy), len(dense) // batches)
+        best = curve.likeliest
+        hard = np.asarray(dense) - best.losses(np.arange(1.0, len(dense) + 1))
+        hard = hard[: count * batches].reshape(count, batches).mean(1)
+        bins = binned(np.asarray(lossy)[:count] - hard, BEGIN, BINS)
+        # a loss that data parallelism has not reached in the calibration is at its end or beyond
+        reached = np.minimum(best.updates_to(bins.losses), 4.0 * len(dense))
+        slopes = best.scales * best.exponents * (reached + best.shifts) ** (-best.exponents - 1)
+        errors = bins.errors / np.maximum(slopes, 1e-12)
+        weights = 1 / (errors**2 + (MISFIT * reached + 0.5) ** 2)
+        center = RATIOS if batches == 1 else np.linspace(-np.log(batches), 0.2, len(RATIOS))
+        lags, ratios = (
+            axis.ravel()[:, None] for axis in np.meshgrid(LAGS * count, center, indexing="ij")
+        )
+        found = np.maximum((bins.updates - lags) / np.exp(ratios), 1.0)
+        misses = (weights * (reached - found) ** 2).sum(1)
+        if batches == 1:
+            misses += (ratios[:, 0] / RATIO_ERROR) ** 2
+        likely = np.exp(-(misses - misses.min()) / 2)
+        chosen = np.random.default_rng(seed).choice(len(likely), DRAWS, p=likely / likely.sum())
+        return cls(lags[chosen, 0], np.exp(ratios[chosen, 0]))
+
+    def updates_for(self, dense: Array) -> Array:
+        """Updates that it needs where data parallelism needs ``dense``, of each draw."""
+        return np.maximum(self.lags + self.ratios * dense, 1.0)
+
+    def dense_for(self, updates: float | Array) -> Array:
+        """Updates of data parallelism that its own are worth, of each draw."""
+        return np.asarray(np.maximum((updates - self.lags) / self.ratios, 1.0))

@@ -1,0 +1,322 @@
+"""Predicts when a training reaches a loss under each strategy, and which one to take.
+
+Time to a loss = updates to the loss x seconds an update. The first comes from the calibration's
+short runs, the second is measured or predicted by the caller. Intervals hold 80 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from slipstream.errors import StrategyError, TraceError
+from slipstream.planner.network.fit import Array
+from slipstream.planner.progress.calibration import LossCalibration, LossRun, mathematics
+from slipstream.planner.progress.curve import DRAWS, LEAST_UPDATES, LossCurve
+from slipstream.planner.progress.delay import Delay
+from slipstream.planner.search.label import label
+from slipstream.strategy import Strategy
+
+Source = Literal["exact", "measured", "noise scale"]
+"""Where the number of updates comes from: that of data parallelism by definition, a paired run, or
+bounds from the gradient noise scale."""
+
+INTERVAL = (0.1, 0.5, 0.9)
+FORECAST_ERROR = 0.05
+"""Relative standard error of seconds that were predicted and not measured: docs/planner.md."""
+FAR = 10.0
+"""Times the updates of the calibration beyond which a prediction says so."""
+
+
+class Interval(NamedTuple):
+    """Bounds that hold 80 %, and the median between them; infinite where it never comes."""
+
+    low: float
+    middle: float
+    high: float
+
+    @classmethod
+    def of(cls, draws: Array) -> Interval:
+        """Quantiles of draws, of which some may be infinite.
+
+        Example:
+            >>> Interval.of(np.array([1.0, 2.0, 3.0, np.inf]))
+            Interval(low=1.0, middle=2.0, high=inf)
+        """
+        low, middle, high = np.quantile(draws, INTERVAL, method="inverted_cdf")
+        return cls(float(low), float(middle), float(high))
+
+
+class Timed(NamedTuple):
+    """A strategy, the seconds of an update under it, and their relative standard error."""
+
+    strategy: Strategy
+    seconds: float
+    error: float = FORECAST_ERROR
+
+
+@dataclass(frozen=True, slots=True)
+class TimeToLoss:
+    """A prediction for one strategy.
+
+    Attributes:
+        strategy: that it is for.
+        source: of the number of updates.
+        seconds: of an update.
+        updates: to the loss.
+        time: seconds to the loss.
+        ratio: its time over that of the baseline, the noise of the common curve cancelled.
+        faster: probability that it is faster than the baseline.
+    """
+
+    strategy: Strategy
+    source: Source
+    seconds: float
+    updates: Interval
+    time: Interval
+    ratio: Interval
+    faster: float
+
+
+@dataclass(frozen=True, slots=True)
+class LossAfter:
+    """The loss that one strategy reaches by a time; ``lower`` is the probability that it is below
+    the baseline's, ``gap`` their difference."""
+
+    strategy: Strategy
+    source: Source
+    seconds: float
+    loss: Interval
+    gap: Interval
+    lower: float
+
+
+@dataclass(frozen=True)
+class LossForecast:
+    """Predicts losses and times from a calibration.
+
+    Args:
+        calibration: runs from one start on the same batches.
+
+    Example:
+        >>> dense = [2 + 3 / update**0.5 for update in range(1, 201)]
+        >>> slow = [2 + 3 / (update / 2) ** 0.5 for update in range(1, 201)]
+        >>> settings = {}, {"gradients": {"codec": "int8"}}
+        >>> runs = [
+        ...     LossRun(strategy=of, seconds=1.0, error=0.01, losses=losses)
+        ...     for of, losses in zip(settings, (dense, slow), strict=True)
+        ... ]
+        >>> forecast = LossForecast(LossCalibration(runs=runs))
+        >>> ddp, int8 = forecast.to_loss(2.1, [Timed(Strategy.load(s), 1.0) for s in settings])
+        >>> ddp.strategy == Strategy(), int8.faster < 0.1, 1.8 < int8.ratio.middle < 2.2
+        (True, True, True)
+        >>> verdict([ddp, int8])[1]
+        'stay with the baseline: nothing else is predicted to reach it sooner'
+    """
+
+    calibration: LossCalibration
+
+    @property
+    def base(self) -> Strategy:
+        """The strategy of the first run."""
+        return Strategy.load(self.calibration.runs[0].strategy)
+
+    @cached_property
+    def curve(self) -> LossCurve:
+        """That of the first run.
+
+        Raises:
+            TraceError: its losses tell no curve.
+        """
+        try:
+            return LossCurve.fit(self.calibration.runs[0].losses)
+        except ValueError as error:
+            raise TraceError(f"the calibration's first run: {error}; run it for longer") from None
+
+    @cached_property
+    def runs(self) -> dict[str, LossRun]:
+        """By what decides their losses."""
+        return {mathematics(Strategy.load(run.strategy)): run for run in self.calibration.runs}
+
+    def timed(self) -> list[Timed]:
+        """The strategies of the calibration, as fast as they were there."""
+        return [
+            Timed(Strategy.load(run.strategy), run.seconds, run.error)
+            for run in self.calibration.runs
+        ]
+
+    def source(self, strategy: Strategy) -> Source | None:
+        """Where updates of a strategy are known from; None: they are not."""
+        key, base = mathematics(strategy), self.base
+        if key == mathematics(base):
+            return "exact"
+        if (run := self.runs.get(key)) is not None and len(run.losses) >= LEAST_UPDATES / 2:
+            return "measured"
+        as_base = strategy.with_gradients(accumulate=base.gradients.accumulate)
+        if self.calibration.noise is not None and mathematics(as_base) == mathematics(base):
+            return "noise scale" if self._batches(strategy) > 1 else None
+        return None
+
+    def delay(self, strategy: Strategy) -> Delay | None:
+        """Updates of a strategy against those of the first run; None: nothing tells them."""
+        key = mathematics(strategy)
+        match self.source(strategy):
+            case "exact":
+                return Delay.none()
+            case "measured":
+                dense, run = self.calibration.runs[0].losses, self.runs[key]
+                batches = max(round(self._batches(strategy)), 1)
+                return Delay.fit(self.curve, dense, run.losses, batches, _seed(key))
+            case "noise scale":
+                noise, times = self.calibration.noise, self._batches(strategy)
+                assert noise is not None
+                return Delay.between((1 + noise / times) / (1 + noise), 1.0, _seed(key))
+        return None
+
+    def _batches(self, strategy: Strategy) -> float:
+        return strategy.gradients.accumulate / self.base.gradients.accumulate
+
+    # Times and losses.
+
+    def to_loss(self, loss: float, timed: Sequence[Timed]) -> list[TimeToLoss]:
+        """Predict the time to a loss, the shortest first; strategies of which nothing tells the
+        updates are left out.
+
+        Args:
+            loss: to reach, the mean over ranks of what ``session.backward()`` gets.
+            timed: strategies; the first is the baseline.
+
+        Raises:
+            StrategyError: the calibration has reached the loss, or its curve never does.
+        """
+        self._check(loss)
+        dense = self.curve.updates_to(loss)
+        if np.isinf(np.median(dense)):
+            floor = float(np.median(self.curve.floors))
+            raise StrategyError(
+                f"--to-loss {loss:g}: the losses of the calibration level off at {floor:.4g} or "
+                f"so; allowed: more than that, and less than {self._end:.4g}"
+            )
+        found: list[TimeToLoss] = []
+        baseline: Array | None = None
+        for one in timed:
+            delay, source = self.delay(one.strategy), self.source(one.strategy)
+            if delay is None or source is None:
+                continue
+            updates = delay.updates_for(dense)
+            time = updates * _seconds(one)
+            baseline = time if baseline is None else baseline
+            with np.errstate(invalid="ignore"):
+                ratio = np.where(np.isinf(baseline), 1.0, time / baseline)
+            found.append(
+                TimeToLoss(
+                    one.strategy,
+                    source,
+                    one.seconds,
+                    Interval.of(updates),
+                    Interval.of(time),
+                    Interval.of(ratio),
+                    float(np.mean(ratio < 1)),
+                )
+            )
+        return sorted(found, key=lambda one: one.ratio.middle)
+
+    def after(self, seconds: float, timed: Sequence[Timed]) -> list[LossAfter]:
+        """Predict the loss after a time, the lowest first; arguments and order as `to_loss`."""
+        found: list[LossAfter] = []
+        baseline: Array | None = None
+        for one in timed:
+            source = self.source(one.strategy)
+            if source is None:
+                continue
+            losses = self.course(one, np.array([seconds]))[:, 0]
+            baseline = losses if baseline is None else baseline
+            gap = losses - baseline
+            found.append(
+                LossAfter(
+                    one.strategy,
+                    source,
+                    one.seconds,
+                    Interval.of(losses),
+                    Interval.of(gap),
+                    float(np.mean(gap < 0)),
+                )
+            )
+        return sorted(found, key=lambda one: one.gap.middle)
+
+    def course(self, timed: Timed, seconds: Array) -> Array:
+        """Losses at these times: a row a draw, a column a time."""
+        delay = self.delay(timed.strategy)
+        assert delay is not None, "source() tells of which strategies the updates are known"
+        updates = seconds / _seconds(timed)[:, None]
+        worth = np.stack([delay.dense_for(column) for column in np.maximum(updates, 1.0).T])
+        return np.stack([self.curve.losses(row) for row in worth]).T
+
+    def reach(self, found: TimeToLoss) -> float:
+        """Times the updates of the first run that a prediction goes beyond."""
+        return found.updates.middle / self.curve.updates
+
+    @property
+    def _end(self) -> float:
+        return float(np.median(self.curve.losses(self.curve.updates)))
+
+    def _check(self, loss: float) -> None:
+        if loss >= self._end:
+            raise StrategyError(
+                f"--to-loss {loss:g}: the calibration's first run has reached it in its "
+                f"{self.curve.updates} updates; allowed: less than {self._end:.4g}"
+            )
+
+
+def verdict(
+    found: Sequence[TimeToLoss | LossAfter], base: Strategy | None = None
+) -> tuple[Strategy, str]:
+    """Choose: the first, where its interval is clear of the baseline's, else the baseline.
+
+    Args:
+        found: of `LossForecast`, in its order.
+        base: the baseline; None: the default strategy.
+
+    Returns:
+        The strategy, and a sentence.
+    """
+    base = base or Strategy()
+    first = found[0]
+    if first.strategy == base:
+        return base, "stay with the baseline: nothing else is predicted to reach it sooner"
+    if isinstance(first, TimeToLoss):
+        sure, ratio = first.faster, first.ratio
+        clear = ratio.high < 1
+        words = (
+            f"{1 / ratio.middle:.2f} times as soon as the baseline "
+            f"({_times(1 / ratio.high)} to {_times(1 / max(ratio.low, 1e-9))})"
+        )
+    else:
+        sure, gap = first.lower, first.gap
+        clear = gap.high < 0
+        words = f"a loss {gap.middle:+.3g} from the baseline's ({gap.low:+.3g} to {gap.high:+.3g})"
+    name = label(first.strategy)
+    if clear:
+        return first.strategy, f"{name}: {words}; {sure:.0%} sure that it is better"
+    return base, (
+        f"stay with the baseline: {name} may be better ({words}), but that is only {sure:.0%} sure"
+    )
+
+
+def _times(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def _seconds(timed: Timed) -> Array:
+    """Seconds of an update, of each draw."""
+    random = np.random.default_rng(_seed(timed.strategy.to_json()) + 1)
+    return np.asarray(timed.seconds * np.exp(timed.error * random.standard_normal(DRAWS)))
+
+
+def _seed(text: str) -> int:
+    """A seed of its own for each strategy, the same in each run."""
+    return sum(ord(letter) * (place + 1) for place, letter in enumerate(text)) % 2**31
