@@ -36,6 +36,7 @@ TABLES: Mapping[str, Callable[[Entry], Result]] = {
     "recompute": computing.recompute,
     "soak": training.soak,
     "tensor_parallel": computing.tensor_parallel,
+    "time_to_loss": planning.time_to_loss,
     "times": planning.times,
     "transports": exchanges.transports,
     "tuner": planning.tuner,

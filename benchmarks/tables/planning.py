@@ -186,3 +186,58 @@ def given_anew(hosts: Sequence[str], every: int) -> str:
     if not hosts:
         return "no"
     return "on all hosts" if len(hosts) == every else f"on {', '.join(hosts)}"
+
+
+def time_to_loss(entry: Entry) -> Result:
+    """Predicted and measured times to losses, every row, those that an interval misses marked."""
+    found = entry["figures"]
+    words = (
+        f"{entry['ranks']} ranks; a calibration of {entry['calibration']} updates, losses of the "
+        f"baseline after 3 to 5 times as many, in a run of {entry['updates']}; {entry['rounds']} "
+        f"turns of each strategy at each rate. Kendall's tau {found['tau']:.2f} of "
+        f"{found['pairs']} pairs told apart ({found['tau_forecast']:.2f} where plan forecasts the "
+        f"seconds); the predicted first takes at most {found['regret']:.1%} more than the best, "
+        f"what is recommended at most {found['regret_of_choice']:.1%}; {found['holds']:.0%} of the "
+        f"measured times lie in their interval of 80 %, and {found['holds_ratio']:.0%} of those "
+        "over the baseline's."
+    )
+    columns = (
+        "task", "rate", "times the calibration", "strategy", "updates", "predicted", "s",
+        "predicted s", "in it", "over the baseline's", "predicted", "in it", "plan's s",
+        "updates by noise scale",
+    )  # fmt: skip
+    rows = [
+        (
+            *(r["task"], r["rate"], r["times"], r["strategy"], _number(r["updates"][1])),
+            *(_bounds(r["predicted_updates"]), _number(r["time"][1]), _bounds(r["predicted_time"])),
+            _held(r, r["time"][1], r["predicted_time"]),
+            f"{r['measured_ratio']:.2f}" if r["reached"] else "",
+            *(_bounds(r["ratio"], 2), _held(r, r["measured_ratio"], r["ratio"])),
+            _number(r["forecast"]) if r["forecast"] else "",
+            _bounds(r["noise_scale"]) if r["noise_scale"] else "",
+        )
+        for r in entry["rows"]
+    ]
+    choices = [(where, name) for where, name in entry["chosen"].items()]
+    parts: list[str | Table] = [measured_with(entry, words), Table(columns, rows)]
+    parts.append(Table(("task, rate, times", "recommended"), choices))
+    return Result(f"Time to loss, {entry['date']}", parts)
+
+
+def _number(value: float | None) -> str:
+    return "not reached" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def _bounds(values: Sequence[float | None], digits: int | None = None) -> str:
+    low, middle, high = (
+        "never" if v is None else _number(v) if digits is None else f"{v:.{digits}f}"
+        for v in values
+    )
+    return f"{middle} ({low}..{high})"
+
+
+def _held(row: Mapping[str, Any], value: float, bounds: Sequence[float | None]) -> str:
+    """Whether a measured value lies in its interval; nothing where it was not reached."""
+    low, _, high = bounds
+    inside = row["reached"] and (low or 0) <= value and (high is None or value <= high)
+    return yes(inside) if row["reached"] else ""

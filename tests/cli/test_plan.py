@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from slipstream.cli import main
-from slipstream.errors import ClusterError
+from slipstream.errors import ClusterError, SlipstreamError
 from slipstream.gradients.layout import plan_segments
 from slipstream.planner.iteration.plan import CommPlan
 from slipstream.planner.iteration.simulate import simulate
 from slipstream.planner.iteration.traced import gradients_of
+from slipstream.planner.progress.calibration import LossCalibration, LossRun
 from slipstream.planner.search.label import label
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace, read, write
@@ -137,3 +138,44 @@ def test_mistakes_end_in_a_box_and_code_2(
     box = " ".join(capsys.readouterr().err.replace("\u2502", " ").split())
     assert reason in box
     assert "Traceback" not in box
+
+
+@pytest.fixture
+def losses(tmp_path):
+    """Losses of short runs: int8 loses nothing, and is twice as fast for it."""
+    dense = [1 + 4 * update**-0.5 for update in range(1, 121)]
+    runs = [
+        LossRun(strategy=settings, seconds=1.0, error=0.01, losses=dense)
+        for settings in ({}, {"gradients": {"codec": "int8"}})
+    ]
+    LossCalibration(runs=runs, noise=1.0).save(tmp_path / "losses.json")
+    return str(tmp_path / "losses.json")
+
+
+def test_a_loss_or_a_time_ranks_by_the_whole_training(files, losses, tmp_path) -> None:
+    best = tmp_path / "best.yaml"
+    shown = _run(*files, "--to-loss", "1.2", "--losses", losses, "-o", str(best))
+    for text in ("time to a loss of 1.2", "exact", "noise scale", "by_bytes 4 (first 1, last 1) *"):
+        assert text in shown
+    chosen = Strategy.load(best)
+    document = json.loads(_run(*files, "--for", "10m", "--losses", losses, "--json"))
+    names = [row["name"] for row in document["predictions"]]
+    assert label(Strategy()) in names
+    low, middle, high = document["predictions"][0]["loss"]
+    assert 0.5 < low < middle < high < 2
+    again = json.loads(_run(*files, "--to-loss", "1.2", "--losses", losses, "--json"))
+    assert Strategy.load(again["strategy"]) == chosen
+    assert "half" not in str([row["strategy"] for row in again["predictions"]])
+
+
+def test_a_goal_that_cannot_be_answered_is_refused(files, losses) -> None:
+    for words, said in {
+        ("--to-loss", "1.2"): "slipstream tune --allow-lossy --to-loss LOSS -- train.py",
+        ("--for", "soon", "--losses", losses): "write a number and s, m or h",
+        ("--losses", losses): "has no effect without --to-loss or --for",
+        ("--to-loss", "1", "--for", "1h", "--losses", losses): "two questions",
+        ("--to-loss", "1.2", "--losses", losses, "--nodes", "8"): "--nodes has no effect",
+        ("--to-loss", "4", "--losses", losses): "in its 120 updates",
+    }.items():
+        with pytest.raises(SlipstreamError, match=said):
+            _run(*files, *words)

@@ -12,6 +12,7 @@ from typer import Argument, Option
 from slipstream.advisor.advise import advise
 from slipstream.errors import TraceError
 from slipstream.files.write import write_whole
+from slipstream.planner.progress.calibration import LossCalibration
 from slipstream.report.report import html, png, read_trials
 from slipstream.trace import chrome
 
@@ -24,6 +25,10 @@ def report(
     ] = None,
     trials: Annotated[
         Path | None, Option(help="trials.json of [bold]slipstream tune[/bold].")
+    ] = None,
+    losses: Annotated[
+        Path | None,
+        Option(help="losses.json of [bold]slipstream tune --to-loss[/bold]: drawn over time."),
     ] = None,
 ) -> None:
     """Write a page for the browser: timeline, breakdown, findings, predictions and trials.
@@ -40,7 +45,9 @@ def report(
     predicted = [(name, trace) for name, trace in named if trace.meta.get("predicted")]
     findings = {name: advise(trace) for name, trace in measured or predicted}
     log = read_trials(trials) if trials else []
-    written = {output: html(measured, predicted, findings, log).encode()}
+    calibration = LossCalibration.load(losses) if losses else None
+    shown = html(measured, predicted, findings, log, losses=calibration)
+    written = {output: shown.encode()}
     if picture:
         written[picture] = png(measured, predicted)
     for path, content in written.items():

@@ -31,7 +31,7 @@ Figure = dict[str, Any]
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'DejaVu Sans', sans-serif"
 _ROW = 27
 """Height of a row of the timeline in pixels."""
-_LOOK = Figure(
+LOOK = Figure(
     autosize=True,
     showlegend=False,
     paper_bgcolor=PAPER,
@@ -206,7 +206,7 @@ def _layout(
     """Lay out a plot ``height`` pixels high, with margins on the right and at the top."""
     margin = {"l": 8, "r": right, "t": top, "b": 52}
     own = Figure(height=height, barmode=barmode, margin=margin, xaxis=x, yaxis=y)
-    return _LOOK | own | more
+    return LOOK | own | more
 
 
 def _round(value: float) -> float:

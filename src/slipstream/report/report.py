@@ -12,9 +12,11 @@ from typing import Any
 
 from slipstream.advisor.findings import Finding
 from slipstream.errors import TraceError
+from slipstream.planner.progress.calibration import LossCalibration
 from slipstream.report import sections
 from slipstream.report.alternation import Alternation
 from slipstream.report.bars import MOST_BARS, lay_out
+from slipstream.report.losses import losses as loss_section
 from slipstream.report.page import page
 from slipstream.report.picture import picture
 from slipstream.report.runs import RecordedRun
@@ -33,6 +35,7 @@ def html(
     findings: Mapping[str, Sequence[Finding]] | None = None,
     trials: Sequence[Mapping[str, Any]] = (),
     alternation: Alternation | None = None,
+    losses: LossCalibration | None = None,
 ) -> str:
     """One page: the iteration of each trace, breakdowns, findings, predictions and trials.
 
@@ -47,6 +50,7 @@ def html(
         trials: A tuner's log, ``{"name", "strategy", "predicted", "measured", "spread", "reason",
             "status"}``, in seconds an iteration; only ``name`` is required.
         alternation: Trainings that took turns; they come first.
+        losses: Of short runs, whose continuation is drawn.
 
     Raises:
         TraceError: There is no trace, or one without an iteration, or plotly is not installed.
@@ -63,6 +67,7 @@ def html(
     names = ", ".join(run.title for run in runs)
     body = sections.alternation(alternation) if alternation else ""
     body += sections.timelines(runs, with_library=not body) + sections.breakdowns(runs)
+    body += loss_section(losses) if losses else ""
     body += sections.findings(runs, findings or {})
     body += sections.predictions(runs, trials) + sections.trials(trials)
     return page(title, f"slipstream report: {names}", sections.cards(runs), body)

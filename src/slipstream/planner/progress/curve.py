@@ -25,13 +25,16 @@ from slipstream.planner.network.fit import Array
 BINS = 16
 FIRST = 0.1
 """Part of a run after which its losses count: before it, warm-up and the first drop."""
-MISFIT = 0.02
+MISFIT = 0.03
 FLOORS = np.linspace(0.0, 0.98, 50)
 """Parts of the last loss."""
 EXPONENTS = np.geomspace(0.05, 1.5, 42)
-SHIFTS = np.array([0.0, 0.05, 0.1, 0.2, 0.4, 0.8])
-"""Parts of the length of the run."""
+SHIFTS = np.array([-0.05, 0.0, 0.1, 0.2, 0.4, 0.8])
+"""Parts of the length of the run; all updates that count are beyond the least."""
 LEAST_UPDATES = 40
+BEND = 0.25
+"""Standard deviation of how much faster or slower the logarithm of updates runs beyond the
+calibration: curves of real trainings bend where no short run can tell."""
 DRAWS = 4000
 
 
@@ -93,6 +96,8 @@ class LossCurve:
 
     Attributes:
         floors, scales, shifts, exponents: of each draw; the first is the likeliest.
+        bends: how much slower the logarithm of updates runs beyond the run, of each draw, by `BEND`;
+            1 of the likeliest.
         updates: of the run.
     """
 
@@ -100,6 +105,7 @@ class LossCurve:
     scales: Array
     shifts: Array
     exponents: Array
+    bends: Array
     updates: int
 
     @classmethod
@@ -138,26 +144,43 @@ class LossCurve:
         misses = (weights * (above - scales[:, None] * powers) ** 2).sum(1)
         likely = np.where(scales > 0, np.exp(-(misses - misses.min()) / 2), 0.0)
         likely *= (1 - floors[:, 0] / bins.losses[-1]) ** 2
-        chosen = np.random.default_rng(seed).choice(len(likely), DRAWS, p=likely / likely.sum())
+        random = np.random.default_rng(seed)
+        chosen = random.choice(len(likely), DRAWS, p=likely / likely.sum())
         chosen[0] = likely.argmax()
+        bends = np.exp(BEND * random.standard_normal(DRAWS))
+        bends[0] = 1.0
         return cls(
-            floors[chosen, 0], scales[chosen], shifts[chosen, 0], exponents[chosen, 0], len(losses)
+            floors[chosen, 0],
+            scales[chosen],
+            shifts[chosen, 0],
+            exponents[chosen, 0],
+            bends,
+            len(losses),
         )
 
     @property
     def likeliest(self) -> LossCurve:
         """The first draw alone."""
         return LossCurve(
-            self.floors[:1], self.scales[:1], self.shifts[:1], self.exponents[:1], self.updates
+            self.floors[:1],
+            self.scales[:1],
+            self.shifts[:1],
+            self.exponents[:1],
+            self.bends[:1],
+            self.updates,
         )
 
     def losses(self, updates: float | Array) -> Array:
         """The loss after so many updates, of each draw."""
-        return self.floors + self.scales * (updates + self.shifts) ** -self.exponents
+        beyond = np.maximum(np.asarray(updates) / self.updates, 1.0)
+        bent = updates * beyond ** (1 / self.bends - 1)
+        bent = np.maximum(bent + self.shifts, 1.0)
+        return np.asarray(self.floors + self.scales * bent**-self.exponents)
 
     def updates_to(self, loss: float | Array) -> Array:
         """Updates after which the loss is reached, of each draw; infinite where it never is."""
         above = np.asarray(loss - self.floors)
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             reached = (above / self.scales) ** (-1 / self.exponents) - self.shifts
+            reached *= np.maximum(reached / self.updates, 1.0) ** (self.bends - 1)
         return np.where(above > 0, np.maximum(reached, 1.0), np.inf)

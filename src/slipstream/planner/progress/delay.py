@@ -22,10 +22,11 @@ from slipstream.planner.network.fit import Array
 from slipstream.planner.progress.curve import DRAWS, LossCurve, binned
 
 RATIO_ERROR = 0.07
-"""Deviation of the logarithm of the ratio that lossy methods have before anything was measured."""
+"""Scale of the logarithm of the ratio before anything was measured: of a Cauchy distribution, as
+most methods keep up with data parallelism and some do not at all."""
 LAGS = np.linspace(-0.5, 1.5, 201)
 """Parts of the run."""
-RATIOS = np.linspace(-0.4, 0.6, 101)
+RATIOS = np.linspace(-0.4, 3.0, 171)
 """Logarithms."""
 BEGIN, BINS = 0.4, 6
 """Part of the run after which its losses count, as a lag takes a while to build up; and stretches
@@ -109,7 +110,7 @@ class Delay:
         found = np.maximum((bins.updates - lags) / np.exp(ratios), 1.0)
         misses = (weights * (reached - found) ** 2).sum(1)
         if batches == 1:
-            misses += (ratios[:, 0] / RATIO_ERROR) ** 2
+            misses += 2 * np.log1p((ratios[:, 0] / RATIO_ERROR) ** 2)
         likely = np.exp(-(misses - misses.min()) / 2)
         chosen = np.random.default_rng(seed).choice(len(likely), DRAWS, p=likely / likely.sum())
         return cls(lags[chosen, 0], np.exp(ratios[chosen, 0]))
