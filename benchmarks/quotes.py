@@ -494,6 +494,32 @@ def _typed(*lines: str) -> str:
     return "\n".join(["```", *lines, "```"])
 
 
+def time_to_loss(every: Results) -> str:
+    """The bars of predicted times to a loss, and what they reach."""
+    if "time-to-loss" not in every:
+        return "not measured yet"
+    entry = every["time-to-loss"]
+    found = entry["figures"]
+    missed = [
+        words
+        for kept, words in (
+            (found["tau"] >= 0.8, "the order"),
+            (found["regret"] <= 0.1, "the first choice"),
+            (0.75 <= found["holds"] <= 0.9, "the intervals"),
+        )
+        if not kept
+    ]
+    bars = f"; missed: {', '.join(missed)}" if missed else "; all three are kept"
+    return (
+        f"Kendall's tau of predicted against measured time is {found['tau']:.2f} over "
+        f"{found['pairs']} pairs that are told apart (bar: 0.8; {found['tau_forecast']:.2f} where "
+        f"seconds are `plan`'s forecast), the predicted first takes at most {found['regret']:.1%} "
+        f"longer than the best (bar: 10 %), and {found['holds']:.0%} of the measured times lie in "
+        f"their interval of 80 % (bar: 75 to 90 %), {found['holds_ratio']:.0%} of those over the "
+        f"baseline's{bars} ([every row]({PAGE}#time-to-loss-{entry['date']}))"
+    )
+
+
 QUOTES: Mapping[str, Callable[[Results], str]] = {
     quote.__name__.replace("_", "-"): quote
     for quote in (
@@ -504,6 +530,7 @@ QUOTES: Mapping[str, Callable[[Results], str]] = {
         recompute_rivals, recompute_times, largest_batch, optimizer_gains, optimizer_gains_cuda,
         operators_within, prediction_errors, replay_errors, prediction_orders, advice_kept,
         auto_choices, lost_hosts_commands, lost_hosts_session, lost_hosts_bits,
+        time_to_loss,
     )
 } | {f"tutorial-{step}": partial(tutorial_step, step) for step in TUTORIAL}  # fmt: skip
 """By name: ``sharded_gain`` is ``<!-- quote: sharded-gain -->``."""

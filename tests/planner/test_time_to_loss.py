@@ -18,8 +18,8 @@ from slipstream.planner.progress.calibration import (
 from slipstream.planner.progress.curve import BEND, LossCurve
 from slipstream.planner.progress.delay import Delay
 from slipstream.planner.progress.time_to_loss import (
-    Interval,
     LossForecast,
+    Quantiles,
     Timed,
     TimeToLoss,
     verdict,
@@ -67,7 +67,7 @@ def test_intervals_hold_on_curves_that_bend_as_ours_do() -> None:
         curve = LossCurve.fit(loss_at(np.arange(1, LENGTH + 1), **truth) + noise)
         times = random.uniform(2, 5)
         bent = LENGTH * times ** float(np.exp(BEND * random.standard_normal()))
-        found = Interval.of(curve.updates_to(float(loss_at(LENGTH * times, **truth))))
+        found = Quantiles.of(curve.updates_to(float(loss_at(LENGTH * times, **truth))))
         held += found.low <= bent <= found.high
     assert 0.7 <= held / tried <= 0.95
 

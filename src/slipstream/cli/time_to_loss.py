@@ -12,9 +12,9 @@ from rich.text import Text
 from slipstream.analysis.compact_table import compact
 from slipstream.planner.progress.time_to_loss import (
     FAR,
-    Interval,
     LossAfter,
     LossForecast,
+    Quantiles,
     TimeToLoss,
     verdict,
 )
@@ -95,11 +95,11 @@ def document(found: Sequence[TimeToLoss | LossAfter], base: Strategy) -> dict[st
     return {"predictions": rows, "strategy": chosen.document(), "verdict": words}
 
 
-def interval(values: Interval, text: Any) -> str:
+def interval(values: Quantiles, text: Any) -> str:
     """The median, and the bounds in brackets.
 
     Example:
-        >>> interval(Interval(1.0, 2.0, float("inf")), duration)
+        >>> interval(Quantiles(1.0, 2.0, float("inf")), duration)
         '2.00 s (1.00 s to never)'
     """
     low, middle, high = ("never" if isinf(value) else text(value) for value in values)

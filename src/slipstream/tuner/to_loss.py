@@ -177,7 +177,7 @@ class LossTuner:
         )
 
     def _timed(self, forecast: LossForecast, log: TrialLog) -> list[Timed]:
-        """What ran, and larger batches as they were predicted."""
+        """List strategies that ran, and larger batches as they were predicted."""
         timed = forecast.timed()
         ran = {mathematics(one.strategy) for one in timed}
         for trial in log.trials:

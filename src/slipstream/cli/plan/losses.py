@@ -28,7 +28,7 @@ from slipstream.strategy.duration import seconds_of
 
 
 class Goal(NamedTuple):
-    """What is asked for, one of the first two; and what is known of the losses."""
+    """A question, by one of the first two, and the losses that are known."""
 
     loss: float | None
     seconds: float | None

@@ -73,11 +73,11 @@ Steps = Annotated[
         show_default="10, or 150",
     ),
 ]
-ToLoss = Annotated[
+TargetLoss = Annotated[
     float | None,
     Option(help="With --allow-lossy: find what reaches this training loss first, not the fastest."),
 ]
-Losses = Annotated[
+LossesFile = Annotated[
     Path | None,
     Option(help="With --to-loss: file of the runs' losses.", show_default="losses.json"),
 ]
@@ -97,8 +97,8 @@ def tune(
     cluster: _ClusterFile = None,
     updates: Updates = None,
     steps: Steps = None,
-    to_loss: ToLoss = None,
-    losses: Losses = None,
+    to_loss: TargetLoss = None,
+    losses: LossesFile = None,
     output: _Output = Path("strategy.yaml"),
     log: _TrialLog = Path("trials.json"),
 ) -> None:

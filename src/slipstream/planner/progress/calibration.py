@@ -88,8 +88,8 @@ class LossCalibration(_Value):
 
 
 def mathematics(strategy: Strategy) -> str:
-    """What of a strategy decides the loss of an update: strategies of which it is equal have the
-    same losses, but for the order of sums.
+    """Write down the settings that decide the loss of an update: strategies where they are equal
+    have the same losses, but for the order of sums.
 
     Example:
         >>> direct = Strategy().with_gradients(transport="direct")

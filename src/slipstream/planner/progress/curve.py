@@ -96,8 +96,8 @@ class LossCurve:
 
     Attributes:
         floors, scales, shifts, exponents: of each draw; the first is the likeliest.
-        bends: how much slower the logarithm of updates runs beyond the run, of each draw, by `BEND`;
-            1 of the likeliest.
+        bends: how much slower the logarithm of updates runs beyond the run, of each draw, by
+            `BEND`; 1 of the likeliest.
         updates: of the run.
     """
 

@@ -21,9 +21,9 @@ from slipstream.planner.progress.delay import Delay
 from slipstream.planner.search.label import label
 from slipstream.strategy import Strategy
 
-Source = Literal["exact", "measured", "noise scale"]
-"""Where the number of updates comes from: that of data parallelism by definition, a paired run, or
-bounds from the gradient noise scale."""
+UpdatesFrom = Literal["exact", "measured", "noise scale"]
+"""Origin of a number of updates: that of data parallelism by definition, a paired run, or bounds
+from the gradient noise scale."""
 
 INTERVAL = (0.1, 0.5, 0.9)
 FORECAST_ERROR = 0.05
@@ -32,7 +32,7 @@ FAR = 10.0
 """Times the updates of the calibration beyond which a prediction says so."""
 
 
-class Interval(NamedTuple):
+class Quantiles(NamedTuple):
     """Bounds that hold 80 %, and the median between them; infinite where it never comes."""
 
     low: float
@@ -40,12 +40,12 @@ class Interval(NamedTuple):
     high: float
 
     @classmethod
-    def of(cls, draws: Array) -> Interval:
+    def of(cls, draws: Array) -> Quantiles:
         """Quantiles of draws, of which some may be infinite.
 
         Example:
-            >>> Interval.of(np.array([1.0, 2.0, 3.0, np.inf]))
-            Interval(low=1.0, middle=2.0, high=inf)
+            >>> Quantiles.of(np.array([1.0, 2.0, 3.0, np.inf]))
+            Quantiles(low=1.0, middle=2.0, high=inf)
         """
         low, middle, high = np.quantile(draws, INTERVAL, method="inverted_cdf")
         return cls(float(low), float(middle), float(high))
@@ -74,11 +74,11 @@ class TimeToLoss:
     """
 
     strategy: Strategy
-    source: Source
+    source: UpdatesFrom
     seconds: float
-    updates: Interval
-    time: Interval
-    ratio: Interval
+    updates: Quantiles
+    time: Quantiles
+    ratio: Quantiles
     faster: float
 
 
@@ -88,10 +88,10 @@ class LossAfter:
     the baseline's, ``gap`` their difference."""
 
     strategy: Strategy
-    source: Source
+    source: UpdatesFrom
     seconds: float
-    loss: Interval
-    gap: Interval
+    loss: Quantiles
+    gap: Quantiles
     lower: float
 
 
@@ -149,8 +149,8 @@ class LossForecast:
             for run in self.calibration.runs
         ]
 
-    def source(self, strategy: Strategy) -> Source | None:
-        """Where updates of a strategy are known from; None: they are not."""
+    def source(self, strategy: Strategy) -> UpdatesFrom | None:
+        """Tell what the updates of a strategy are known from; None: they are not."""
         key, base = mathematics(strategy), self.base
         if key == mathematics(base):
             return "exact"
@@ -217,9 +217,9 @@ class LossForecast:
                     one.strategy,
                     source,
                     one.seconds,
-                    Interval.of(updates),
-                    Interval.of(time),
-                    Interval.of(ratio),
+                    Quantiles.of(updates),
+                    Quantiles.of(time),
+                    Quantiles.of(ratio),
                     float(np.mean(ratio < 1)),
                 )
             )
@@ -241,8 +241,8 @@ class LossForecast:
                     one.strategy,
                     source,
                     one.seconds,
-                    Interval.of(losses),
-                    Interval.of(gap),
+                    Quantiles.of(losses),
+                    Quantiles.of(gap),
                     float(np.mean(gap < 0)),
                 )
             )
