@@ -193,13 +193,13 @@ def time_to_loss(entry: Entry) -> Result:
     found = entry["figures"]
     words = (
         f"{entry['ranks']} ranks; a calibration of {entry['calibration']} updates, losses of the "
-        f"baseline after 3 to 5 times as many, in a run of {entry['updates']}; {entry['rounds']} "
+        f"baseline after 3 and 4 times as many, in a run of {entry['updates']}; {entry['rounds']} "
         f"turns of each strategy at each rate. Kendall's tau {found['tau']:.2f} of "
         f"{found['pairs']} pairs told apart ({found['tau_forecast']:.2f} where plan forecasts the "
-        f"seconds); the predicted first takes at most {found['regret']:.1%} more than the best, "
-        f"what is recommended at most {found['regret_of_choice']:.1%}; {found['holds']:.0%} of the "
-        f"measured times lie in their interval of 80 %, and {found['holds_ratio']:.0%} of those "
-        "over the baseline's."
+        f"seconds); the predicted first takes at most {_regret(found['regret'])} the best, "
+        f"what is recommended at most {_regret(found['regret_of_choice'])} it; "
+        f"{found['holds']:.0%} of the measured times lie in their interval of 80 %, and "
+        f"{found['holds_ratio']:.0%} of those over the baseline's."
     )
     columns = (
         "task", "rate", "times the calibration", "strategy", "updates", "predicted", "s",
@@ -222,6 +222,10 @@ def time_to_loss(entry: Entry) -> Result:
     parts: list[str | Table] = [measured_with(entry, words), Table(columns, rows)]
     parts.append(Table(("task, rate, times", "recommended"), choices))
     return Result(f"Time to loss, {entry['date']}", parts)
+
+
+def _regret(part: float | None) -> str:
+    return "an unknown time more than" if part is None else f"{part:.1%} more than"
 
 
 def _number(value: float | None) -> str:

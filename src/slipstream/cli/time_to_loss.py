@@ -71,7 +71,7 @@ def doubts(forecast: LossForecast, found: Sequence[TimeToLoss | LossAfter]) -> l
         return [
             f"the baseline needs some {of_base.updates.middle:,.0f} updates, "
             f"{forecast.reach(of_base):.0f} times those of the calibration: intervals were held to "
-            "measurements up to 5 times"
+            "measurements up to 4 times"
         ]
     return []
 

@@ -116,7 +116,7 @@ class LossTuner:
             times = one.strategy.gradients.accumulate / self.base.gradients.accumulate
             updates = max(int(self.updates / times), 1)
             limit = min(self._left(), HANG_FACTOR * first.wall)
-            outcome = self.run(one.strategy, limit, updates, False)
+            outcome = self._run(one.strategy, limit, updates)
             log.note(one.strategy, one, outcome, "on the batches of the baseline")
             if isinstance(outcome, Measurement):
                 runs = (*calibration.runs, _run_of(one.strategy, outcome))
@@ -129,7 +129,7 @@ class LossTuner:
 
     def _first(self, log: TrialLog) -> Measurement:
         self.doing(f"the baseline, {self.updates} updates")
-        first = self.run(self.base, self._left(), self.updates, False)
+        first = self._run(self.base, self._left(), self.updates)
         log.note(self.base, None, first, "the baseline")
         if isinstance(first, Failure):
             raise LaunchError(
@@ -144,18 +144,27 @@ class LossTuner:
             )
         return first
 
+    def _run(
+        self, strategy: Strategy, limit: float, updates: int, norms: bool = False
+    ) -> Measurement | Failure:
+        """One run, with mean seconds: under ``local`` few updates exchange anything."""
+        outcome = self.run(strategy, limit, updates, norms)
+        if isinstance(outcome, Failure):
+            return outcome
+        return outcome._replace(seconds=fmean(_settled(outcome)))
+
     def _again(self, log: TrialLog, first: Measurement) -> tuple[bool, float | None, float | None]:
         """Whether a second run has the same losses, the noise scale and the cosine."""
         self.doing("the baseline again, with norms of gradients")
         limit = min(self._left(), HANG_FACTOR * first.wall)
         norms = not self.base.without_whole_averages
-        again = self.run(self.base, limit, self.updates, norms)
+        again = self._run(self.base, limit, self.updates, norms)
         log.note(self.base, None, again, "the baseline again, with norms of gradients")
         if isinstance(again, Failure):
             return True, None, None
         pairs = list(zip(losses_of(first.trace), losses_of(again.trace), strict=False))
-        half = pairs[: max(len(pairs) // 10, 1)]  # later rounding has grown
-        paired = all(abs(a - b) <= EQUAL * max(abs(a), 1e-9) for a, b in half)
+        early = pairs[: max(len(pairs) // 10, 1)]  # later rounding has grown
+        paired = all(abs(a - b) <= EQUAL * max(abs(a), 1e-9) for a, b in early)
         noise, cosine = noise_of_gradients(again.trace) or (None, None)
         return paired, noise, cosine
 
@@ -192,10 +201,8 @@ class LossTuner:
 
 
 def _run_of(strategy: Strategy, measured: Measurement) -> LossRun:
-    """The losses of a run, and its mean seconds: under ``local`` few updates exchange anything."""
-    seconds = iterations(measured.trace)
-    seconds = seconds[SETTLING:] or seconds
-    mean = fmean(seconds)
+    """The losses of a run, its seconds and their error."""
+    seconds, mean = _settled(measured), measured.seconds
     error = stdev(seconds) / sqrt(len(seconds)) / mean if len(seconds) > 1 else LEAST_ERROR
     return LossRun(
         strategy=strategy.document(),
@@ -203,6 +210,12 @@ def _run_of(strategy: Strategy, measured: Measurement) -> LossRun:
         error=max(error, LEAST_ERROR),
         losses=losses_of(measured.trace),
     )
+
+
+def _settled(measured: Measurement) -> list[float]:
+    """Seconds of the updates that count."""
+    seconds = iterations(measured.trace)
+    return seconds[SETTLING:] or seconds
 
 
 def check_updates(updates: int) -> None:
