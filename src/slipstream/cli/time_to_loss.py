@@ -22,10 +22,11 @@ from slipstream.planner.search.label import label
 from slipstream.strategy import Strategy
 
 SHOWN = 12
-_SOURCES = (
-    "Intervals hold 80 %. Updates: exact strategies take the baseline's by definition; others as a "
-    "run on the same batches tells, or between the bounds of the gradient noise scale. Faster: how "
-    "sure it is. * the baseline."
+_MARKS = {"exact": "", "measured": " \u2020", "noise scale": " \u2021"}
+_CAPTION = (
+    "Intervals hold 80 %. Better: how sure it is. * the baseline, whose updates exact strategies "
+    "take by definition; \u2020 updates from a run on the same batches; \u2021 between the bounds "
+    "of the gradient noise scale."
 )
 
 
@@ -39,25 +40,24 @@ def table(found: Sequence[TimeToLoss | LossAfter], base: Strategy, title: str) -
     """
     times = isinstance(found[0], TimeToLoss)
     headings = ["time", "updates"] if times else ["loss"]
-    headings = [*headings, "an update", "better", "updates from", "strategy"]
-    drawn = compact(title, *headings, left=["updates from", "strategy"], caption=_SOURCES)
+    headings = [*headings, "an update", "better", "strategy"]
+    drawn = compact(title, *headings, left=["strategy"], caption=_CAPTION)
     for place, one in enumerate(found):
         is_base = one.strategy == base
         if place >= SHOWN and not is_base:
             continue
         if isinstance(one, TimeToLoss):
-            cells = [interval(one.time, duration), interval(one.updates, lambda n: f"{n:,.0f}")]
+            cells = [interval(one.time, duration), _count(one.updates.middle)]
             sure = one.faster
         else:
             cells = [interval(one.loss, lambda loss: f"{loss:.4g}")]
             sure = one.lower
         better = "-" if is_base else f"{sure:.0%}"
-        name = label(one.strategy) + " *" * is_base
+        name = label(one.strategy) + " *" * is_base + _MARKS[one.source]
         drawn.add_row(
             *(Text(cell) for cell in cells),
             duration(one.seconds),
             better,
-            one.source,
             Text(name),
             style="bold" if is_base or place == 0 else None,
         )
@@ -104,6 +104,10 @@ def interval(values: Quantiles, text: Any) -> str:
     """
     low, middle, high = ("never" if isinf(value) else text(value) for value in values)
     return f"{middle} ({low} to {high})"
+
+
+def _count(updates: float) -> str:
+    return "never" if isinf(updates) else f"{updates:,.0f}"
 
 
 def duration(seconds: float) -> str:

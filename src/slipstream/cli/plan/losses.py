@@ -83,7 +83,7 @@ def plan_losses(
             f"the trace is of a run under {label(base)}, the losses compare others with "
             f"{label(losses.base)}: their updates differ; record the trace under that strategy"
         )
-    timed, unknown = _timed(forecast, losses, exact_only)
+    timed, unknown, unpriced = _known(forecast, losses, exact_only)
     found: Sequence[TimeToLoss] | Sequence[LossAfter]
     if goal.loss is not None:
         found, title = losses.to_loss(goal.loss, timed), f"time to a loss of {goal.loss:g}"
@@ -99,7 +99,7 @@ def plan_losses(
         return
     console = Console()
     console.print(table(found, base, title))
-    for doubt in [*doubts(losses, found), *forecast.network.doubts]:
+    for doubt in [*doubts(losses, found), *unpriced, *forecast.network.doubts]:
         console.print(Text(f"warning: {doubt}", style="yellow"), soft_wrap=True)
     if unknown:
         text = f"{unknown} more have losses that the file does not tell: `{MADE_BY}` runs them."
@@ -109,19 +109,30 @@ def plan_losses(
         console.print(Text(f"The strategy is in {output}."), soft_wrap=True)
 
 
-def _timed(forecast: Forecast, losses: LossForecast, exact_only: bool) -> tuple[list[Timed], int]:
-    """The baseline, then the fastest of each kind of mathematics that is known; and how many are
-    not."""
+class _Known(NamedTuple):
+    """Strategies whose losses and seconds are known, the baseline first; of the others the number
+    of those without losses, and why the rest has no seconds."""
+
+    timed: list[Timed]
+    unknown: int
+    unpriced: list[str]
+
+
+def _known(forecast: Forecast, losses: LossForecast, exact_only: bool) -> _Known:
+    """List the fastest of each kind of mathematics."""
     ranked = forecast.exact() if exact_only else forecast.all()
-    if not exact_only:
-        known = {one.strategy for one in ranked}
-        more = [one.strategy for one in losses.timed() if one.strategy not in known]
-        ranked = [*ranked, *forecast.rank(more)]
+    unpriced = []
+    listed = {one.strategy for one in ranked}
+    for run in () if exact_only else losses.timed():
+        if run.strategy not in listed:
+            try:
+                ranked += forecast.rank([run.strategy])
+            except StrategyError as error:
+                unpriced.append(f"{label(run.strategy)} is left out: {error}")
     fastest: dict[str, Timed] = {}
     for one in ranked:  # the one to prefer comes first
         fastest.setdefault(mathematics(one.strategy), Timed(one.strategy, one.seconds))
-    known_ones = [one for one in fastest.values() if losses.source(one.strategy) is not None]
-    base = next(one for one in ranked if one.strategy == forecast.base)
-    baseline = Timed(base.strategy, base.seconds)
-    others = [one for one in known_ones if one.strategy != baseline.strategy]
-    return [baseline, *others], len(fastest) - len(known_ones)
+    with_losses = [one for one in fastest.values() if losses.source(one.strategy) is not None]
+    base = Timed(forecast.base, forecast.seconds(forecast.base))
+    others = [one for one in with_losses if one.strategy != base.strategy]
+    return _Known([base, *others], len(fastest) - len(with_losses), unpriced)

@@ -8,14 +8,16 @@ fit as well, and they differ where nobody has looked. So no single one is kept. 
 grid of floors, exponents and shifts is weighed by how well it fits, each with its best scale, and
 a prediction is the spread of what they say. Who calibrates has a training before them, so a floor
 counts less the nearer it lies to the end of the short run. The loss of an update has noise, which
-the differences between neighbours tell; and no training follows a power law exactly, so that a
-curve may miss the mean of a bin by `MISFIT` of what the loss has fallen.
+the differences between neighbours tell. No training follows a power law exactly, so a curve may
+miss the mean of a bin by `MISFIT` of how far it lies above the end, and of what the loss has fallen
+in the last half: the end must fit best.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +27,11 @@ from slipstream.planner.network.fit import Array
 BINS = 16
 FIRST = 0.1
 """Part of a run after which its losses count: before it, warm-up and the first drop."""
-MISFIT = 0.03
+LATE = 0.5
+"""Part of a run after which it is the end of it."""
+MISFIT = 0.05
+NOISE = 24
+"""Updates that tell the noise of losses, at least: it falls with them."""
 FLOORS = np.linspace(0.0, 0.98, 50)
 """Parts of the last loss."""
 EXPONENTS = np.geomspace(0.05, 1.5, 42)
@@ -72,7 +78,12 @@ def binned(losses: Sequence[float] | Array, begin: float = FIRST, count: int = B
     means = np.add.reduceat(values, edges[:-1])
     if edges[-1] < len(values):
         means[-1] -= values[edges[-1] :].sum()
-    noise = noise_of(values[first:])
+    noise = np.array(
+        [
+            noise_of(values[max(stop - max(stop - start, NOISE), 0) : stop])
+            for start, stop in pairwise(edges)
+        ]
+    )
     middles = np.sqrt((edges[:-1] + 1) * np.maximum(edges[1:], edges[:-1] + 1))
     return Bins(middles, means / counts, noise / np.sqrt(counts))
 
@@ -120,9 +131,9 @@ class LossCurve:
             ValueError: too few losses, or they do not fall.
 
         Example:
-            >>> curve = LossCurve.fit(2 + 3 * np.arange(1, 201) ** -0.5)
+            >>> curve = LossCurve.fit(1 + 4 * np.arange(1, 201) ** -0.3)
             >>> low, middle, high = np.quantile(curve.losses(800), [0.1, 0.5, 0.9])
-            >>> bool(low < 2 + 3 * 800**-0.5 < high)
+            >>> bool(low < 1 + 4 * 800**-0.3 < high)
             True
         """
         if len(losses) < LEAST_UPDATES:
@@ -131,7 +142,9 @@ class LossCurve:
         fallen = float(bins.losses[0] - bins.losses[-1])
         if fallen <= 0:
             raise ValueError(f"the loss does not fall in {len(losses)} updates")
-        weights = 1 / (bins.errors**2 + (MISFIT * fallen) ** 2)
+        late = bins.losses[bins.updates >= LATE * len(losses)]
+        above_end = np.maximum(bins.losses - bins.losses[-1], 0) + abs(late[0] - late[-1])
+        weights = 1 / (bins.errors**2 + (MISFIT * above_end) ** 2 + 1e-18)
         floors, exponents, shifts = (
             axis.ravel()[:, None]
             for axis in np.meshgrid(

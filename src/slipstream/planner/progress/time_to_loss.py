@@ -292,23 +292,21 @@ def verdict(
         sure, ratio = first.faster, first.ratio
         clear = ratio.high < 1
         words = (
-            f"{1 / ratio.middle:.2f} times as soon as the baseline "
-            f"({_times(1 / ratio.high)} to {_times(1 / max(ratio.low, 1e-9))})"
+            f"takes {ratio.middle:.2f} of the baseline's time ({ratio.low:.2f} to {ratio.high:.2f})"
         )
     else:
         sure, gap = first.lower, first.gap
         clear = gap.high < 0
-        words = f"a loss {gap.middle:+.3g} from the baseline's ({gap.low:+.3g} to {gap.high:+.3g})"
+        words = (
+            f"ends {gap.middle:+.3g} from the baseline's loss ({gap.low:+.3g} to {gap.high:+.3g})"
+        )
     name = label(first.strategy)
     if clear:
-        return first.strategy, f"{name}: {words}; {sure:.0%} sure that it is better"
-    return base, (
-        f"stay with the baseline: {name} may be better ({words}), but that is only {sure:.0%} sure"
+        return first.strategy, f"{name} {words}; {sure:.0%} sure that it is better"
+    return (
+        base,
+        f"stay with the baseline: {name} {words}, so only {sure:.0%} sure that it is better",
     )
-
-
-def _times(value: float) -> str:
-    return f"{value:.2f}"
 
 
 def _seconds(timed: Timed) -> Array:
