@@ -380,9 +380,14 @@ def figures(rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, str]) -> Fig
     others = [row for row in known if row["strategy"] != BASELINE]
     ratios = [_within(row["measured_ratio"], row["ratio"]) for row in others]
     return Figures(
-        fmean(agree), len(agree), fmean(agree_forecast or [0]), *finite((max(regrets),)),
-        *finite((max(of_choice),)), fmean(holds), fmean(ratios),
-    )  # fmt: skip
+        tau=fmean(agree),
+        pairs=len(agree),
+        tau_forecast=fmean(agree_forecast or [0]),
+        regret=None if isinf(max(regrets)) else max(regrets),
+        regret_of_choice=None if isinf(max(of_choice)) else max(of_choice),
+        holds=fmean(holds),
+        holds_ratio=fmean(ratios),
+    )
 
 
 def told_apart(one: Sequence[float | None], other: Sequence[float | None]) -> int:

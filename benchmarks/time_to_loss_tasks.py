@@ -78,7 +78,7 @@ def causal(batch: int = 4) -> Task:
     return Task(build, sample, loss, adamw)
 
 
-def resnet(batch: int = 8) -> Task:
+def resnet(batch: int = 16) -> Task:
     """Handwritten digits behind noise: a small ResNet with batch norm, with momentum."""
     train, _ = data.digits(8)
     pixels, targets = train[:]

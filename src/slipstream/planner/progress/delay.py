@@ -21,17 +21,17 @@ import numpy as np
 from slipstream.planner.network.fit import Array
 from slipstream.planner.progress.curve import DRAWS, LossCurve, binned
 
-RATIO_ERROR = 0.07
+RATIO_ERROR = 0.1
 """Scale of the logarithm of the ratio before anything was measured: of a Cauchy distribution, as
 most methods keep up with data parallelism and some do not at all."""
-LAGS = np.linspace(-0.5, 1.5, 201)
+LAGS = np.linspace(-0.1, 1.5, 161)
 """Parts of the run."""
 RATIOS = np.linspace(-0.4, 3.0, 171)
 """Logarithms."""
 BEGIN, BINS = 0.4, 6
 """Part of the run after which its losses count, as a lag takes a while to build up; and stretches
 of the rest."""
-MISFIT = 0.05
+MISFIT = 0.1
 """Part by which ``v`` may miss, where the course is another."""
 
 
