@@ -46,7 +46,7 @@ from slipstream.testbed import Testbed, unavailable
 from slipstream.trace import Trace
 from slipstream.tuner.measured_choices import MEASURED_CHOICES
 from slipstream.tuner.own_strategy import own_strategy
-from slipstream.tuner.to_loss import TunedToLoss
+from slipstream.tuner.to_loss import TunedToLoss, check_updates
 from slipstream.tuner.trial_log import Trial, Tuned
 from slipstream.tuner.trials import STRATEGY, Trials, last_words, started
 from slipstream.tuner.tune import LEAST_BUDGET, Tuner
@@ -137,6 +137,8 @@ def tune(
             "--to-loss compares strategies that change the mathematics: add --allow-lossy. Exact "
             "ones reach every loss in the same number of updates, so that the fastest is first"
         )
+    if to_loss is not None and steps is not None:
+        check_updates(steps)
     losses = losses or Path("losses.json")
     options.check_writable("--losses", losses if to_loss is not None else None)
     known = NetworkProfile.load(cluster) if cluster else None

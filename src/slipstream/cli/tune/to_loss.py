@@ -16,7 +16,7 @@ from slipstream.planner.progress.time_to_loss import LossForecast
 from slipstream.planner.search.ranking import Prediction
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace
-from slipstream.tuner.to_loss import UPDATES, LossTuner, TunedToLoss, check_updates
+from slipstream.tuner.to_loss import UPDATES, LossTuner, TunedToLoss
 from slipstream.tuner.trial_log import Trial
 from slipstream.tuner.trials import Failure, Measurement, Trials
 
@@ -54,7 +54,6 @@ def tune_to_loss(
     Raises:
         LaunchError, TraceError, StrategyError: as `LossTuner.tune`.
     """
-    check_updates(steps or UPDATES)
 
     def run(strategy: Strategy, limit: float, updates: int, norms: bool) -> Measurement | Failure:
         return replace(trials, steps=updates, skip=0).run(strategy, limit, norms=norms)
