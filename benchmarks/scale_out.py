@@ -31,7 +31,6 @@ from statistics import fmean, median
 import numpy as np
 from scipy.optimize import least_squares
 
-from benchmarks.iteration import quartiles
 from benchmarks.record import finish
 from benchmarks.result import Entry
 from slipstream.gradients.layout import Gradient
@@ -372,12 +371,7 @@ def simulated() -> Entry:
     assert len(tried) == STRATEGIES
     seconds = [seconds_of(one, *place) for one in tried]
     took = time.perf_counter() - start
-    return {
-        "strategies": len(seconds),
-        "ranks": RANKS,
-        "seconds": took,
-        "update": quartiles(seconds),
-    }
+    return {"strategies": len(seconds), "ranks": RANKS, "seconds": took}
 
 
 def _distinct(place: Place) -> Iterator[Strategy]:

@@ -7,7 +7,6 @@ from typing import Any
 
 from benchmarks.result import Entry, Result, Table, measured_with, one_table, span, yes
 
-
 LATE = 0.1
 """Part of its time by which a run is late."""
 
@@ -161,7 +160,7 @@ def _late_runs(found: Mapping[str, Any]) -> str:
     early = sum(error > LATE for error in errors)
     return (
         f"{len(late)} of these {len(errors)} runs took {min(late):.0%} to {max(late):.0%} longer "
-        f"than predicted, {early} were {LATE:.0%} shorter; others of the same sizes, but with a "
+        f"than predicted, {early} were {LATE:.0%} shorter. Of most of their sizes others, with a "
         "smaller or larger micro-batch, were not late, so no law of sizes orders them: even "
         f"fitted on these rows themselves, tau is {found['tau_512_fitted_on_themselves']:.2f}."
     )

@@ -209,7 +209,12 @@ class ScaleOutShape(Setting):
         Raises:
             StrategyError: the ranks, or the batch, cannot be divided so.
         """
-        each = self.parallel.tensor * self.parallel.pipeline
+        each, host = self.parallel.tensor * self.parallel.pipeline, self.machine.ranks_per_host
+        if ranks > host and ranks % host:
+            raise StrategyError(
+                f"{ranks} ranks are not a multiple of {host}, the ranks of each host "
+                "(machine.ranks_per_host); choose other numbers of ranks"
+            )
         if ranks % each:
             raise StrategyError(
                 f"{ranks} ranks are not a multiple of {each}, the ranks of a replica "

@@ -15,6 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from slipstream.planner.network.fit import Array
 from slipstream.planner.scale_out.shape import Fabric
 
 DRAWS = 100
@@ -45,7 +46,7 @@ def slowest(ranks: int, fabric: Fabric, updates: int = 1) -> float:
 
 
 @lru_cache(maxsize=64)
-def _largest(ranks: int, seed: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _largest(ranks: int, seed: int) -> Array:
     """The largest of so many standard normal values, of each draw."""
     draws = (np.random.default_rng((seed, draw)) for draw in range(DRAWS))
     return np.array([draw.standard_normal(ranks).max() for draw in draws])
