@@ -37,9 +37,9 @@ from slipstream.gradients.layout import Gradient
 from slipstream.planner.iteration.workload import Workload
 from slipstream.planner.network.fit import Array
 from slipstream.planner.network.profile import FRAMES, NetworkProfile
-from slipstream.planner.scale_out.collectives import Link, network, ring_all_reduce
-from slipstream.planner.scale_out.growth import Place, techniques
-from slipstream.planner.scale_out.shape import ScaleOutShape
+from slipstream.planner.scale_out.collectives import LinkSpeed, network, ring_all_reduce
+from slipstream.planner.scale_out.growth import Placement, techniques
+from slipstream.planner.scale_out.shape import ScaleOutConfig
 from slipstream.planner.scale_out.transformer import profile, workload
 from slipstream.planner.search.ranking import seconds_of
 from slipstream.strategy import Strategy
@@ -103,7 +103,7 @@ def read(file: Path) -> list[dict[str, str]]:
 def iteration(row: Mapping[str, str], machine: Mapping[str, float]) -> float:
     """Predict a row of ``multi_node_iterations.csv``, in seconds."""
     number = {name: int(value) for name, value in row.items() if value.isdigit()}
-    shape = ScaleOutShape.model_validate(
+    shape = ScaleOutConfig.model_validate(
         {
             "model": {
                 "hidden": number["hidden size"],
@@ -123,7 +123,7 @@ def iteration(row: Mapping[str, str], machine: Mapping[str, float]) -> float:
     return _seconds(shape, number["# GPUs"])
 
 
-def _seconds(shape: ScaleOutShape, gpus: int) -> float:
+def _seconds(shape: ScaleOutConfig, gpus: int) -> float:
     return seconds_of(NO_OVERLAP, workload(shape, gpus), profile(shape, gpus))
 
 
@@ -264,7 +264,9 @@ def _met(row: Published) -> float:
 def _wire(row: Published) -> float:
     """Milliseconds of a ring that fills the link, frames counted."""
     rate = parse_rate(f"{row['link']}bit") / 8 / FRAMES
-    return 1e3 * ring_all_reduce(4 * int(row["parameters"]), int(row["ranks"]), Link(0.0, rate))
+    return 1e3 * ring_all_reduce(
+        4 * int(row["parameters"]), int(row["ranks"]), LinkSpeed(0.0, rate)
+    )
 
 
 def _slow_row(row: Published, kind: str, algorithm: Mapping[str, float]) -> Row:
@@ -296,7 +298,7 @@ def _shaped(ranks: int, rate: float) -> NetworkProfile:
         world_size=ranks,
         hosts=ranks,
         ranks_per_host=1,
-        networks={"world": network("world", ranks, Link(0.0, rate), trees=False)},
+        networks={"world": network("world", ranks, LinkSpeed(0.0, rate), trees=False)},
         compute_slowdown=0.0,
         exchange_slowdown=0.0,
         latency_slowdown=0.0,
@@ -318,7 +320,7 @@ def megascale() -> Entry:
     """
 
     def model(row: Published, numbers: Mapping[str, float]) -> float:
-        shape = ScaleOutShape.model_validate(
+        shape = ScaleOutConfig.model_validate(
             {
                 "model": {
                     "hidden": 12288, "layers": 96, "heads": 128, "sequence": 2048,
@@ -352,7 +354,7 @@ def megascale() -> Entry:
 
 def simulated() -> Entry:
     """Simulate twelve strategies of a data-parallel transformer on 4,096 ranks."""
-    shape = ScaleOutShape.model_validate(
+    shape = ScaleOutConfig.model_validate(
         {
             "model": {
                 "hidden": 2048, "layers": 24, "heads": 16, "sequence": 2048, "vocabulary": 51_200,
@@ -366,7 +368,7 @@ def simulated() -> Entry:
         }
     )  # fmt: skip
     start = time.perf_counter()
-    place = Place(workload(shape, RANKS), profile(shape, RANKS))
+    place = Placement(workload(shape, RANKS), profile(shape, RANKS))
     tried = list(_distinct(place))[:STRATEGIES]
     assert len(tried) == STRATEGIES
     seconds = [seconds_of(one, *place) for one in tried]
@@ -374,7 +376,7 @@ def simulated() -> Entry:
     return {"strategies": len(seconds), "ranks": RANKS, "seconds": took}
 
 
-def _distinct(place: Place) -> Iterator[Strategy]:
+def _distinct(place: Placement) -> Iterator[Strategy]:
     found = techniques(Strategy.load("ddp"), place, lossy=True)
     yield from dict.fromkeys(one for variants in found.values() for one in variants)
 

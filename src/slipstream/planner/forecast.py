@@ -19,8 +19,8 @@ from slipstream.planner.iteration.workload import Workload
 from slipstream.planner.network.costs import CodecCost
 from slipstream.planner.network.profile import NetworkProfile
 from slipstream.planner.scale_out.collectives import fabric_profile
-from slipstream.planner.scale_out.growth import Growth, Place, grow
-from slipstream.planner.scale_out.shape import Fabric
+from slipstream.planner.scale_out.growth import Growth, Placement, grow
+from slipstream.planner.scale_out.shape import FabricConfig
 from slipstream.planner.search import candidates
 from slipstream.planner.search.ranking import (
     NODES,
@@ -254,7 +254,7 @@ class Forecast:
         *,
         ranks_per_node: int | None = None,
         rate: float | None = None,
-        fabric: Fabric = Fabric(),  # noqa: B008 - frozen
+        fabric: FabricConfig = FabricConfig(),  # noqa: B008 - frozen
         lossy: bool = False,
     ) -> Growth:
         """Predict each technique on these numbers of ranks, each with its batch of the trace.
@@ -272,14 +272,14 @@ class Forecast:
         """
         each = ranks_per_node or self.network.ranks_per_host
 
-        def place(ranks: int) -> Place:
+        def place(ranks: int) -> Placement:
             if ranks % each:
                 raise ClusterError(
                     f"{ranks} ranks are not a multiple of {each}, the ranks of each host; choose "
                     "other numbers, or --ranks-per-node"
                 )
             network = self.measured.scaled(ranks // each, each, rate)
-            return Place(self.workload.for_ranks(ranks), fabric_profile(network, fabric))
+            return Placement(self.workload.for_ranks(ranks), fabric_profile(network, fabric))
 
         return grow(place, numbers, self.base, fabric, lossy=lossy)
 

@@ -19,8 +19,8 @@ from slipstream.analysis.compact_table import compact
 from slipstream.errors import StrategyError
 from slipstream.planner.forecast import Forecast
 from slipstream.planner.network.profile import NetworkProfile
-from slipstream.planner.scale_out.growth import Growth, GrowthPoint, Place, grow
-from slipstream.planner.scale_out.shape import Fabric, FabricFile, ScaleOutShape
+from slipstream.planner.scale_out.growth import Growth, GrowthPoint, Placement, grow
+from slipstream.planner.scale_out.shape import FabricConfig, FabricFileConfig, ScaleOutConfig
 from slipstream.planner.scale_out.transformer import profile, workload
 from slipstream.planner.search.ranking import MARGIN
 from slipstream.strategy import Strategy
@@ -66,10 +66,10 @@ def plan_growth(
                 "--ranks-per-node and --rate have no effect with --shape alone: set "
                 "machine.ranks_per_host and machine.host_gbytes in the file"
             )
-        growth = shape_growth(ScaleOutShape.load(shape), numbers, lossy=lossy)
+        growth = shape_growth(ScaleOutConfig.load(shape), numbers, lossy=lossy)
         kept = ""
     else:
-        fabric = Fabric() if shape is None else FabricFile.load(shape).fabric
+        fabric = FabricConfig() if shape is None else FabricFileConfig.load(shape).fabric
         recorded, measured = chrome.read(trace), NetworkProfile.load(cluster)
         forecast = Forecast.elsewhere(recorded, measured, ranks_per_node=ranks_per_node)
         bits = None if rate is None else float(parse_rate(rate))
@@ -108,15 +108,15 @@ def rank_numbers(words: str) -> list[int]:
     return list(takewhile(lambda number: number <= found[1], doubled))
 
 
-def shape_growth(shape: ScaleOutShape, numbers: Sequence[int], *, lossy: bool) -> Growth:
+def shape_growth(shape: ScaleOutConfig, numbers: Sequence[int], *, lossy: bool) -> Growth:
     """Predict a training by its shape; DDP with buckets of 25 MB is the base.
 
     Raises:
         StrategyError: the ranks, or the batch, cannot be divided so.
     """
 
-    def place(ranks: int) -> Place:
-        return Place(workload(shape, ranks), profile(shape, ranks))
+    def place(ranks: int) -> Placement:
+        return Placement(workload(shape, ranks), profile(shape, ranks))
 
     return grow(place, numbers, Strategy.load("ddp"), shape.fabric, lossy=lossy)
 

@@ -14,14 +14,14 @@ PredictedRanksPerNode = Annotated[
     int | None, Option(min=1, help="Predict for this number of ranks on each.")
 ]
 Rate = Annotated[str | None, Option(help="Predict for links of this rate: 300mbit, 25gbit.")]
-Ranks = Annotated[
+RankNumbers = Annotated[
     str | None,
     Option(
         metavar="N..M|N,M,...",
         help="Predict each technique on these numbers of ranks: 64..4096 doubles.",
     ),
 ]
-Shape = Annotated[
+ShapeFile = Annotated[
     Path | None,
     Option(
         metavar="FILE",

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 
 from slipstream.planner.network.curve import Curve, Piece
 from slipstream.planner.network.profile import GroupKind, Network, NetworkProfile
-from slipstream.planner.scale_out.shape import Fabric
+from slipstream.planner.scale_out.shape import FabricConfig
 
 _SIZES = tuple(2**power for power in range(6, 37))
 """Bytes of the points of a curve."""
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkSpeed:
     """A way between two ranks that are neighbours.
 
     Attributes:
@@ -41,31 +41,31 @@ class Link:
         return self.latency + num_bytes / self.rate
 
 
-def ring_all_reduce(num_bytes: float, ranks: int, link: Link) -> float:
+def ring_all_reduce(num_bytes: float, ranks: int, link: LinkSpeed) -> float:
     """Compute the seconds of an all-reduce by a ring.
 
     Example:
-        >>> round(ring_all_reduce(4e6, 4, Link(latency=0.001, rate=1e9)), 9)
+        >>> round(ring_all_reduce(4e6, 4, LinkSpeed(latency=0.001, rate=1e9)), 9)
         0.012
     """
     return 2 * (ranks - 1) * link.send(num_bytes / ranks)
 
 
-def ring_reduce_scatter(num_bytes: float, ranks: int, link: Link) -> float:
+def ring_reduce_scatter(num_bytes: float, ranks: int, link: LinkSpeed) -> float:
     """Compute the seconds of a reduce-scatter, or of an all-gather, by a ring.
 
     Example:
-        >>> round(ring_reduce_scatter(4e6, 4, Link(latency=0.001, rate=1e9)), 9)
+        >>> round(ring_reduce_scatter(4e6, 4, LinkSpeed(latency=0.001, rate=1e9)), 9)
         0.006
     """
     return (ranks - 1) * link.send(num_bytes / ranks)
 
 
-def tree_all_reduce(num_bytes: float, ranks: int, link: Link) -> float:
+def tree_all_reduce(num_bytes: float, ranks: int, link: LinkSpeed) -> float:
     """Compute the seconds of an all-reduce by a tree, whose pieces follow each other.
 
     Example:
-        >>> round(tree_all_reduce(4e6, 4, Link(latency=0.001, rate=1e9)), 9)
+        >>> round(tree_all_reduce(4e6, 4, LinkSpeed(latency=0.001, rate=1e9)), 9)
         0.012
     """
     if ranks == 1:
@@ -73,7 +73,7 @@ def tree_all_reduce(num_bytes: float, ranks: int, link: Link) -> float:
     return 2 * math.ceil(math.log2(ranks)) * link.latency + 2 * num_bytes / link.rate
 
 
-def uplink_slowdown(hosts: int, fabric: Fabric) -> float:
+def uplink_slowdown(hosts: int, fabric: FabricConfig) -> float:
     """Compute how many times as long direct sends take, as racks share their uplinks.
 
     Of what a host sends to all others, the part that leaves its rack is
@@ -85,7 +85,7 @@ def uplink_slowdown(hosts: int, fabric: Fabric) -> float:
         fabric: racks and their uplinks.
 
     Example:
-        >>> uplink_slowdown(31, Fabric(hosts_per_rack=16, oversubscription=4.0))
+        >>> uplink_slowdown(31, FabricConfig(hosts_per_rack=16, oversubscription=4.0))
         2.0
     """
     if fabric.hosts_per_rack is None or hosts <= fabric.hosts_per_rack:
@@ -95,7 +95,7 @@ def uplink_slowdown(hosts: int, fabric: Fabric) -> float:
 
 
 def network(
-    kind: GroupKind, ranks: int, link: Link, *, direct: float = 1.0, trees: bool = True
+    kind: GroupKind, ranks: int, link: LinkSpeed, *, direct: float = 1.0, trees: bool = True
 ) -> Network:
     """Build the curves of groups of ``ranks`` on links of one kind.
 
@@ -121,7 +121,7 @@ def network(
     )
 
 
-def fabric_profile(profile: NetworkProfile, fabric: Fabric) -> NetworkProfile:
+def fabric_profile(profile: NetworkProfile, fabric: FabricConfig) -> NetworkProfile:
     """Put racks, and trees where the backend has them, into an extrapolated profile.
 
     Args:

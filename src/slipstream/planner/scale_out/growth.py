@@ -17,7 +17,7 @@ from slipstream.planner.iteration.transport_cost import (
 )
 from slipstream.planner.iteration.workload import Workload
 from slipstream.planner.network.profile import NetworkProfile
-from slipstream.planner.scale_out.shape import Fabric
+from slipstream.planner.scale_out.shape import FabricConfig
 from slipstream.planner.scale_out.stragglers import slowest
 from slipstream.planner.search import candidates
 from slipstream.planner.search.label import label
@@ -35,14 +35,14 @@ STEPS = (16, 64, 128)
 """Updates from meeting to meeting of ``local``."""
 
 
-class Place(NamedTuple):
+class Placement(NamedTuple):
     """A training on a number of ranks: its computing, and the network of its exchanges."""
 
     workload: Workload
     network: NetworkProfile
 
 
-Placing = Callable[[int], Place]
+Placing = Callable[[int], Placement]
 """From a number of ranks to the place."""
 
 
@@ -134,7 +134,7 @@ def grow(
     place: Placing,
     numbers: Sequence[int],
     base: Strategy,
-    fabric: Fabric,
+    fabric: FabricConfig,
     *,
     lossy: bool = False,
 ) -> Growth:
@@ -171,7 +171,7 @@ def grow(
 
 
 def techniques(
-    base: Strategy, place: Place, *, lossy: bool = False
+    base: Strategy, place: Placement, *, lossy: bool = False
 ) -> Mapping[str, list[Strategy]]:
     """List what a place allows: variants by name, the base first.
 

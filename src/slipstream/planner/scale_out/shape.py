@@ -14,20 +14,20 @@ from slipstream.errors import StrategyError
 from slipstream.strategy.setting import Setting
 from slipstream.strategy.yaml import read
 
-Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class Fabric(Setting):
-    """What many hosts share, and how unequal ranks are.
+class FabricConfig(Setting):
+    """Links that hosts share, and differences between ranks.
 
     Example:
-        >>> Fabric(hosts_per_rack=16, oversubscription=4.0).jitter
+        >>> FabricConfig(hosts_per_rack=16, oversubscription=4.0).jitter
         0.0
     """
 
-    hosts_per_rack: Count | None = None
+    hosts_per_rack: Whole | None = None
     """Hosts that share an uplink; null: no link is shared by hosts."""
     oversubscription: Annotated[float, Field(ge=1)] = 1.0
     """How many times the rate of the uplink the hosts of a rack can send together."""
@@ -35,8 +35,6 @@ class Fabric(Setting):
     """Spread of a rank's times from update to update, as a share of them."""
     unequal: Share = 0.0
     """Spread of the ranks' speeds that stays, as a share of them."""
-    seed: Annotated[int, Field(ge=0)] = 0
-    """Of the draw."""
 
     @model_validator(mode="after")
     def _has_racks(self) -> Self:
@@ -48,15 +46,15 @@ class Fabric(Setting):
         return self
 
 
-class FabricFile(Setting):
+class FabricFileConfig(Setting):
     """A file of the fabric alone, beside a trace.
 
     Example:
-        >>> FabricFile.model_validate({"fabric": {"jitter": 0.02}}).fabric.jitter
+        >>> FabricFileConfig.model_validate({"fabric": {"jitter": 0.02}}).fabric.jitter
         0.02
     """
 
-    fabric: Fabric
+    fabric: FabricConfig
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -68,39 +66,39 @@ class FabricFile(Setting):
         return _loaded(cls, path)
 
 
-class TransformerShape(Setting):
+class TransformerConfig(Setting):
     """A decoder-only transformer.
 
     Example:
-        >>> TransformerShape(hidden=64, layers=2, heads=2, sequence=128, vocabulary=512).recompute
+        >>> TransformerConfig(hidden=64, layers=2, heads=2, sequence=128, vocabulary=512).recompute
         True
     """
 
-    hidden: Count
-    layers: Count
-    heads: Count
-    sequence: Count
+    hidden: Whole
+    layers: Whole
+    heads: Whole
+    sequence: Whole
     """Tokens of a sample."""
-    vocabulary: Count
+    vocabulary: Whole
     recompute: bool = True
     """Whether backward computes forward again."""
     gradient_bytes: Annotated[int, Field(ge=1, le=8)] = 2
     """Bytes of each element of a gradient as it travels."""
 
 
-class BatchShape(Setting):
+class BatchConfig(Setting):
     """Samples of an update, and of a micro-batch.
 
     Example:
-        >>> BatchShape(micro=2, total=1536).total
+        >>> BatchConfig(micro=2, total=1536).total
         1536
     """
 
-    micro: Count
+    micro: Whole
     """Samples of a micro-batch."""
-    total: Count | None = None
+    total: Whole | None = None
     """Samples of an update of all ranks: more ranks compute fewer each."""
-    per_replica: Count | None = None
+    per_replica: Whole | None = None
     """Samples of an update of each replica: more ranks compute more."""
 
     @model_validator(mode="after")
@@ -113,16 +111,16 @@ class BatchShape(Setting):
         return self
 
 
-class Machine(Setting):
+class MachineConfig(Setting):
     """Hosts and their ranks, as fast as they are in practice.
 
     Example:
-        >>> Machine(ranks_per_host=8, teraflops=250.0, memory_gbytes=750.0, inside_gbytes=250.0,
-        ...         host_gbytes=90.0).layer_ms
+        >>> MachineConfig(ranks_per_host=8, teraflops=250.0, memory_gbytes=750.0,
+        ...               inside_gbytes=250.0, host_gbytes=90.0).layer_ms
         0.0
     """
 
-    ranks_per_host: Count
+    ranks_per_host: Whole
     teraflops: Positive
     """10^12 operations a second that matrix products reach on a rank."""
     memory_gbytes: Positive
@@ -141,27 +139,27 @@ class Machine(Setting):
     """The same between hosts."""
 
 
-class ParallelSizes(Setting):
+class ReplicaConfig(Setting):
     """Ranks that one replica of the model is split over; the others hold other replicas.
 
     Example:
-        >>> ParallelSizes(tensor=8, pipeline=4).interleaved
+        >>> ReplicaConfig(tensor=8, pipeline=4).interleaved
         1
     """
 
-    tensor: Count = 1
+    tensor: Whole = 1
     """Ranks that compute a layer together; neighbours."""
-    pipeline: Count = 1
+    pipeline: Whole = 1
     """Stages of layers, each on ranks of its own, far from the next one's."""
-    interleaved: Count = 1
+    interleaved: Whole = 1
     """Parts of the model on each stage."""
 
 
-class ScaleOutShape(Setting):
+class ScaleOutConfig(Setting):
     """A whole file.
 
     Example:
-        >>> shape = ScaleOutShape.model_validate({
+        >>> shape = ScaleOutConfig.model_validate({
         ...     "model": {"hidden": 4096, "layers": 32, "heads": 32, "sequence": 2048,
         ...               "vocabulary": 51200},
         ...     "batch": {"micro": 2, "total": 1024},
@@ -173,11 +171,11 @@ class ScaleOutShape(Setting):
         128
     """
 
-    model: TransformerShape
-    batch: BatchShape
-    machine: Machine
-    parallel: ParallelSizes = ParallelSizes()
-    fabric: Fabric = Fabric()
+    model: TransformerConfig
+    batch: BatchConfig
+    machine: MachineConfig
+    parallel: ReplicaConfig = ReplicaConfig()
+    fabric: FabricConfig = FabricConfig()
 
     @model_validator(mode="after")
     def _is_divisible(self) -> Self:

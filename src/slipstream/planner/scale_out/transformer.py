@@ -20,13 +20,13 @@ from slipstream.gradients.layout import Gradient
 from slipstream.planner.iteration.workload import Workload
 from slipstream.planner.network.profile import GroupKind, Network, NetworkProfile
 from slipstream.planner.scale_out.collectives import (
-    Link,
+    LinkSpeed,
     network,
     ring_all_reduce,
     uplink_slowdown,
 )
 from slipstream.planner.scale_out.pipeline import one_f_one_b
-from slipstream.planner.scale_out.shape import Machine, ScaleOutShape
+from slipstream.planner.scale_out.shape import MachineConfig, ScaleOutConfig
 
 MOVED = 5
 """How often the bytes of an activation are written or read: forward, forward again, backward."""
@@ -35,7 +35,7 @@ OPTIMIZER_BYTES = 28
 ACTIVATION_BYTES = 2
 
 
-def layer_seconds(shape: ScaleOutShape) -> float:
+def layer_seconds(shape: ScaleOutConfig) -> float:
     """Compute the seconds of forward and backward of a micro-batch through a layer.
 
     Args:
@@ -54,14 +54,14 @@ def layer_seconds(shape: ScaleOutShape) -> float:
     return products + moved + sums + machine.layer_ms / 1e3
 
 
-def head_seconds(shape: ScaleOutShape) -> float:
+def head_seconds(shape: ScaleOutConfig) -> float:
     """Compute the seconds of forward and backward of a micro-batch through the output layer."""
     model, tokens = shape.model, shape.batch.micro * shape.model.sequence
     operations = 6 * tokens * model.hidden * model.vocabulary
     return operations / shape.parallel.tensor / (shape.machine.teraflops * 1e12)
 
 
-def workload(shape: ScaleOutShape, ranks: int) -> Workload:
+def workload(shape: ScaleOutConfig, ranks: int) -> Workload:
     """Build the workload of a rank of the first stage, which ends its backward last.
 
     Its replicas on other ranks are alike, and exchange gradients with it; ``forward`` has all that
@@ -106,7 +106,7 @@ def workload(shape: ScaleOutShape, ranks: int) -> Workload:
     )
 
 
-def profile(shape: ScaleOutShape, ranks: int) -> NetworkProfile:
+def profile(shape: ScaleOutConfig, ranks: int) -> NetworkProfile:
     """Build the network of the replicas of a rank.
 
     ``tensor`` ranks of a host belong to other groups of replicas, which exchange at the same time
@@ -124,7 +124,7 @@ def profile(shape: ScaleOutShape, ranks: int) -> NetworkProfile:
     groups = min(shape.parallel.tensor, machine.ranks_per_host)
     slowdown = uplink_slowdown(hosts, shape.fabric)
     inside, between = _inside(machine), _between(machine, groups)
-    across = inside if hosts == 1 else Link(between.latency, min(inside.rate, between.rate))
+    across = inside if hosts == 1 else LinkSpeed(between.latency, min(inside.rate, between.rate))
     networks: dict[GroupKind, Network] = {
         "world": network("world", replicas, across, direct=slowdown)
     }
@@ -149,25 +149,25 @@ def profile(shape: ScaleOutShape, ranks: int) -> NetworkProfile:
     )
 
 
-def _inside(machine: Machine) -> Link:
-    return Link(machine.inside_us / 1e6, machine.inside_gbytes * 1e9)
+def _inside(machine: MachineConfig) -> LinkSpeed:
+    return LinkSpeed(machine.inside_us / 1e6, machine.inside_gbytes * 1e9)
 
 
-def _between(machine: Machine, sharing: int) -> Link:
+def _between(machine: MachineConfig, sharing: int) -> LinkSpeed:
     """The link of a host to the next one, for one of ``sharing`` that use it at the same time."""
-    return Link(machine.host_us / 1e6, machine.host_gbytes * 1e9 / sharing)
+    return LinkSpeed(machine.host_us / 1e6, machine.host_gbytes * 1e9 / sharing)
 
 
-def _tensor_link(machine: Machine, tensor: int) -> Link:
+def _tensor_link(machine: MachineConfig, tensor: int) -> LinkSpeed:
     """The slowest link in a ring of ranks that compute a layer together."""
     inside = _inside(machine)
     if tensor <= machine.ranks_per_host:
         return inside
     between = _between(machine, 1)
-    return Link(between.latency, min(inside.rate, between.rate))
+    return LinkSpeed(between.latency, min(inside.rate, between.rate))
 
 
-def _to_next_stage(shape: ScaleOutShape, ranks: int) -> float:
+def _to_next_stage(shape: ScaleOutConfig, ranks: int) -> float:
     """Seconds of a micro-batch's activations to the next stage; all ranks of a host send."""
     machine, stages = shape.machine, shape.parallel.pipeline
     if stages == 1:
