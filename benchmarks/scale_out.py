@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import argparse
 import csv
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -381,6 +383,15 @@ def _distinct(place: Placement) -> Iterator[Strategy]:
     yield from dict.fromkeys(one for variants in found.values() for one in variants)
 
 
+def example() -> Entry:
+    """Run the command of the page."""
+    command = "slipstream plan --shape examples/scale_out/shape.yaml --ranks 64..4096"
+    argv = [sys.executable, "-m", *command.split()]
+    env, root = os.environ | {"COLUMNS": "80"}, DATA.parents[1]
+    done = subprocess.run(argv, cwd=root, env=env, check=True, capture_output=True, text=True)
+    return {"command": command, "said": done.stdout}
+
+
 def main() -> int:
     """Compare, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -393,6 +404,7 @@ def main() -> int:
         "slow": slow_steps(args.slow_rows),
         "megascale": megascale(),
         "simulated": simulated(),
+        "example": example(),
     }
     finish(args.json, "scale_out", entry)
     return 0

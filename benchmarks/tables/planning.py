@@ -138,22 +138,22 @@ def scale_out(entry: Entry) -> Result:
             ),
             f"Transformers on A100, fitted on runs of up to 256 GPUs: {machine}. Each of these "
             f"left out of its fit: median {gpus['left_out_median']:.1%}. At 512 GPUs: median "
-            f"{gpus['median_512']:.1%}, worst {gpus['worst_512']:.1%}. {_late_runs(gpus)}",
-            _published(gpus["rows"]),
+            f"{gpus['median_512']:.1%}, worst {gpus['worst_512']:.1%}. {late_runs(gpus)}",
+            published(gpus["rows"]),
             f"30.8 million parameters over shaped TCP, fitted on 5 Gbit/s: {shares}. At 200 "
             f"Mbit/s: median {slow['median_slow']:.1%}, worst {slow['worst_slow']:.1%}.",
-            _published(slow["rows"]),
+            published(slow["rows"]),
             f"175 billion parameters, each system fitted on 256 and 512 GPUs ({systems}), the rest "
             "of the machine by its data sheet; micro-batches of 1 without recomputation are "
             "assumed, as the paper names neither. On "
             f"768 to 12,288 GPUs: median {large['median_larger']:.1%}, worst "
             f"{large['worst_larger']:.1%}.",
-            _published(large["rows"]),
+            published(large["rows"]),
         ],
     )
 
 
-def _late_runs(found: Mapping[str, Any]) -> str:
+def late_runs(found: Mapping[str, Any]) -> str:
     """Say why the order at 512 GPUs is not the predicted one."""
     errors = [row["error"] for row in found["rows"] if row["kind"] == "predicted"]
     late = [1 / (1 + error) - 1 for error in errors if error < -LATE]
@@ -166,8 +166,8 @@ def _late_runs(found: Mapping[str, Any]) -> str:
     )
 
 
-def _published(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Runs, and what was predicted of them."""
+def published(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Published runs, and what was predicted of them."""
     cells = [
         (
             *(row["name"], f"{row['measured']:.4g}", f"{row['predicted']:.4g}"),
