@@ -76,7 +76,7 @@ def test_a_letter_stands_for_a_technique_at_its_share_of_a_linear_speed_up() -> 
     ("options", "words"),
     [
         (["--ranks", "64..32"], r"64\.\.32: the first must be the smaller one; allowed: 64"),
-        (["--ranks", "0"], "--ranks 0: numbers must be from 1 to 1048576"),
+        (["--ranks", "0"], "--ranks 0: numbers must be from 1 to 65536"),
         (["--ranks", "many"], "--ranks many: not whole numbers"),
         (["--ranks", "64..128..256"], "not whole numbers"),
         (["--ranks", "64", "--nodes", "8"], "--nodes has no effect with --ranks"),

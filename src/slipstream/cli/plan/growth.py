@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.analysis.compact_table import compact
+from slipstream.cli.plan.tables import ranks
 from slipstream.errors import StrategyError
 from slipstream.planner.forecast import Forecast
 from slipstream.planner.network.profile import NetworkProfile
@@ -27,7 +28,7 @@ from slipstream.strategy import Strategy
 from slipstream.testbed import parse_rate
 from slipstream.trace import chrome
 
-MOST = 2**20
+MOST = 2**16
 """Ranks that are predicted at most."""
 CHART_LINES = 12
 COLUMN = 8
@@ -35,7 +36,7 @@ COLUMN = 8
 
 
 def plan_growth(
-    ranks: str | None,
+    named: str | None,
     shape: Path | None,
     *,
     trace: Path | None,
@@ -51,9 +52,9 @@ def plan_growth(
         StrategyError: an option is missing, has a wrong value or no effect.
         ClusterError: the ranks asked for cannot be predicted.
     """
-    if ranks is None:
+    if named is None:
         raise StrategyError("--shape needs --ranks, the numbers to predict for: --ranks 64..4096")
-    numbers = rank_numbers(ranks)
+    numbers = rank_numbers(named)
     if (trace is None) != (cluster is None):
         raise StrategyError("--trace and --cluster go together: give both, or --shape instead")
     if trace is None or cluster is None:
@@ -115,8 +116,8 @@ def shape_growth(shape: ScaleOutConfig, numbers: Sequence[int], *, lossy: bool) 
         StrategyError: the ranks, or the batch, cannot be divided so.
     """
 
-    def place(ranks: int) -> Placement:
-        return Placement(workload(shape, ranks), profile(shape, ranks))
+    def place(count: int) -> Placement:
+        return Placement(workload(shape, count), profile(shape, count))
 
     return grow(place, numbers, Strategy.load("ddp"), shape.fabric, lossy=lossy)
 
@@ -143,7 +144,7 @@ def show(growth: Growth, kept: str = "") -> None:
     console.print()
     for one in growth.takeovers():
         times = f", {one.times:.2f} times as fast as the one before" if one.times > 1 else ""
-        console.print(Text(f"From {one.ranks} ranks on: {one.technique}{times}."))
+        console.print(Text(f"From {ranks(one.ranks)} on: {one.technique}{times}."))
     if not growth.takeovers():
         console.print(Text(f"{growth.base} stays: nothing else is {MARGIN:.0%} faster."))
     console.print("", _costs(growth))
@@ -154,18 +155,18 @@ def _table(growth: Growth) -> Table:
     numbers, letters = growth.numbers, _letters(growth)
     usual = growth.points[0].exactness
     table = compact(
-        f"Speed-up: samples a second, in times of {growth.base} on {numbers[0]} ranks",
+        f"Speed-up over {growth.base} on {ranks(numbers[0])}",
         *("", "technique", *map(str, numbers)),
         left=["technique"],
-        caption="Bold: the one to choose. Another one is chosen where it is predicted to be "
-        f"{MARGIN:.0%} faster. Exactness, unless a line says otherwise: {usual}",
+        caption="In samples a second. Bold: the one to choose; another one is chosen where it is "
+        f"predicted to be {MARGIN:.0%} faster. Exactness, unless a line says otherwise: {usual}",
     )
     chosen = {point.ranks: point.technique for point in growth.chosen()}
     for technique in growth.techniques:
         cells = []
-        for ranks in numbers:
-            point = growth.at(ranks).get(technique)
-            style = "bold" if chosen[ranks] == technique else ""
+        for number in numbers:
+            point = growth.at(number).get(technique)
+            style = "bold" if chosen[number] == technique else ""
             cells.append(Text(f"{point.speed_up:.3g}x" if point else "-", style=style))
         exactness = next(one.exactness for one in growth.points if one.technique == technique)
         ends = "" if exactness == usual else f" ({exactness})"
