@@ -43,7 +43,7 @@ SIZES = "--kilobytes 256 1024 4096 16384 65536"
 ALONE = (
     "loading", "balance", "large_batch", "soak", "tuner", "overhead", "times",
     "operators", "tensor_parallel", "bubbles", "offload", "unequal", "checks", "kills",
-    "lost_hosts", "tutorial",
+    "lost_hosts", "tutorial", "replan",
 )  # fmt: skip
 """Modules whose one result has their name."""
 
