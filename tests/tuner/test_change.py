@@ -10,7 +10,14 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from slipstream.tuner.change import CHANGE, MOST_PATIENCE, UPDATES, Change, ChangeDetector, Speed
+from slipstream.tuner.change import (
+    CHANGE,
+    MOST_PATIENCE,
+    UPDATES,
+    Change,
+    ChangeDetector,
+    UpdateTimes,
+)
 from slipstream.tuner.speed_watch import BLOCK
 
 SEARCH = 60
@@ -100,7 +107,7 @@ def test_the_bound(factor: float, found: bool) -> None:
 
 def test_noise_that_overlaps_is_no_change_however_much_it_moves() -> None:
     ones, others = [1.0, 3.0] * 8, [3.0, 1.0, 3.0, 3.0] * 4  # medians 2 and 3
-    assert Speed.of(others, others).middle >= CHANGE * Speed.of(ones, ones).middle
+    assert UpdateTimes.of(others, others).middle >= CHANGE * UpdateTimes.of(ones, ones).middle
     assert changes(ones * 8 + others * 20) == []
 
 
@@ -128,11 +135,11 @@ def test_a_state_goes_on() -> None:
 @pytest.mark.parametrize(
     ("after", "words"),
     [
-        (Speed(3.9, 4.0, 4.1, 3.6), "the exchange has changed"),
-        (Speed(3.9, 4.0, 4.1, 0.1), "computing has changed"),
+        (UpdateTimes(3.9, 4.0, 4.1, 3.6), "the exchange has changed"),
+        (UpdateTimes(3.9, 4.0, 4.1, 0.1), "computing has changed"),
     ],
 )
-def test_words_say_where_most_of_it_is(after: Speed, words: str) -> None:
-    text = str(Change(Speed(0.9, 1.0, 1.1, 0.1), after, 64))
+def test_words_say_where_most_of_it_is(after: UpdateTimes, words: str) -> None:
+    text = str(Change(UpdateTimes(0.9, 1.0, 1.1, 0.1), after, 64))
     assert text.endswith(words)
     assert "took 4.000 s instead of 1.000 s" in text

@@ -123,7 +123,7 @@ class AutoConfig(TransportVariant, exactness="reordered"):
     updates: int = Field(default=60, ge=24)
     """Updates that the search takes at most."""
 
-    replan: bool | Literal["may_shard"] = True
+    replan: Literal[True, False, "may_shard"] = True
     """Search again where updates take 1.4 times as long as after the last search, or as short, for
     64 updates and 30 seconds. ``sharded`` is tried again only where it was chosen before, as it
     refuses what a script may do later; ``may_shard``: always."""

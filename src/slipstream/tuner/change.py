@@ -24,12 +24,12 @@ CALM = 10
 """Times what a change must last now: without one for so long, half of that is enough."""
 
 
-class Speed(NamedTuple):
+class UpdateTimes(NamedTuple):
     """Quartiles of the seconds of some updates, and how long they waited at their ends.
 
     Example:
-        >>> Speed.of([1.0, 2.0, 3.0, 4.0, 5.0], [0.5] * 5)
-        Speed(low=2.0, middle=3.0, high=4.0, waited=0.5)
+        >>> UpdateTimes.of([1.0, 2.0, 3.0, 4.0, 5.0], [0.5] * 5)
+        UpdateTimes(low=2.0, middle=3.0, high=4.0, waited=0.5)
     """
 
     low: float
@@ -38,17 +38,17 @@ class Speed(NamedTuple):
     waited: float
 
     @classmethod
-    def of(cls, seconds: Sequence[float], waited: Sequence[float]) -> Speed:
+    def of(cls, seconds: Sequence[float], waited: Sequence[float]) -> UpdateTimes:
         """Summarize two updates or more."""
         low, middle, high = quantiles(seconds, n=4, method="inclusive")
         return cls(low, middle, high, median(waited))
 
     @classmethod
-    def typical(cls, levels: Sequence[Speed]) -> Speed:
+    def typical(cls, speeds: Sequence[UpdateTimes]) -> UpdateTimes:
         """The medians of several."""
-        return cls(*map(median, zip(*levels, strict=True)))
+        return cls(*map(median, zip(*speeds, strict=True)))
 
-    def slower(self, before: Speed) -> bool:
+    def slower(self, before: UpdateTimes) -> bool:
         """Whether updates take clearly longer: the middle halves do not overlap."""
         return self.middle >= CHANGE * before.middle and self.low > before.high
 
@@ -62,15 +62,15 @@ class Change(NamedTuple):
         updates: that it has lasted.
     """
 
-    before: Speed
-    after: Speed
+    before: UpdateTimes
+    after: UpdateTimes
     updates: int
 
     def __str__(self) -> str:
         """Say what changed, and where most of it is.
 
         Example:
-            >>> before, after = Speed(0.4, 0.5, 0.6, 0.1), Speed(3.9, 4.0, 4.1, 3.5)
+            >>> before, after = UpdateTimes(0.4, 0.5, 0.6, 0.1), UpdateTimes(3.9, 4.0, 4.1, 3.5)
             >>> str(Change(before, after, 64)).rpartition(": ")[2]
             'the exchange has changed'
         """
@@ -115,17 +115,17 @@ class ChangeDetector:
 
     def __init__(self, updates: int = UPDATES, seconds: float = SECONDS) -> None:
         self._least = updates, seconds
-        self.before: Speed | None = None
+        self.before: UpdateTimes | None = None
         self.patience = 1
         self._restart(None)
 
-    def _restart(self, before: Speed | None) -> None:
+    def _restart(self, before: UpdateTimes | None) -> None:
         self.before = before
         self._calm = 0.0
         self._forget()
 
     def _forget(self) -> None:
-        self._blocks: list[Speed] = []
+        self._blocks: list[UpdateTimes] = []
         self._updates, self._seconds = 0, 0.0
 
     def see(self, seconds: Sequence[float], waited: Sequence[float]) -> Change | None:
@@ -135,10 +135,10 @@ class ChangeDetector:
             seconds: of each update, in order.
             waited: the part of these after backward.
         """
-        now = Speed.of(seconds, waited)
+        now = UpdateTimes.of(seconds, waited)
         if self.before is None:
             if self._lasted(now, seconds, 1):
-                self._restart(Speed.typical(self._blocks))
+                self._restart(UpdateTimes.typical(self._blocks))
             return None
         if self._blocks:
             if self._is_back(now):
@@ -151,7 +151,7 @@ class ChangeDetector:
             self._faster = now.middle < self.before.middle
         if not self._lasted(now, seconds, self.patience):
             return None
-        change = Change(self.before, Speed.typical(self._blocks), self._updates)
+        change = Change(self.before, UpdateTimes.typical(self._blocks), self._updates)
         if sum(map(self._differs, self._blocks)) < CLEAR * len(self._blocks):
             self._forget()
             return None
@@ -159,7 +159,7 @@ class ChangeDetector:
         self._restart(None)
         return change
 
-    def _lasted(self, now: Speed, seconds: Sequence[float], times: int) -> bool:
+    def _lasted(self, now: UpdateTimes, seconds: Sequence[float], times: int) -> bool:
         """Whether it has lasted, with this block, as many times as long as it must at least."""
         self._blocks.append(now)
         self._updates += len(seconds)
@@ -167,11 +167,11 @@ class ChangeDetector:
         updates, least = self._least
         return self._updates >= times * updates and self._seconds >= times * least
 
-    def _differs(self, now: Speed) -> bool:
+    def _differs(self, now: UpdateTimes) -> bool:
         assert self.before is not None
         return now.slower(self.before) or self.before.slower(now)
 
-    def _is_back(self, now: Speed) -> bool:
+    def _is_back(self, now: UpdateTimes) -> bool:
         assert self.before is not None
         if self._faster:
             return now.middle * BACK > self.before.middle
@@ -193,4 +193,4 @@ class ChangeDetector:
         """Go on from `state`; None: begin anew."""
         state = state or {"before": None, "patience": 1}
         self.patience = min(max(state["patience"], 1), MOST_PATIENCE)
-        self._restart(None if state["before"] is None else Speed(*state["before"]))
+        self._restart(None if state["before"] is None else UpdateTimes(*state["before"]))

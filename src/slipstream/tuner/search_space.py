@@ -56,7 +56,7 @@ class SearchSpace:
     updates: int | None = None
     overlap: tuple[bool, ...] = (True,)
     not_sharded: str | None = None
-    replan: bool | Literal["may_shard"] = False
+    replan: Literal[True, False, "may_shard"] = False
 
     @classmethod
     def of(cls, strategy: Strategy, place: Place, not_sharded: str | None) -> SearchSpace:
