@@ -19,6 +19,7 @@ from torch.optim import AdamW
 import slipstream
 from slipstream.errors import UsageError
 from slipstream.session import exchanging
+from slipstream.session.update_sharding import UpdateSharding
 from slipstream.trace import read
 from slipstream.transport.place import Place
 from slipstream.tuner import online_search, speed_watch
@@ -199,7 +200,10 @@ def test_there_and_back_all_ranks_search_at_one_update_to_the_same_bits(two: Ran
         assert equal(answer["model"], expected["model"])
         assert equal(answer["optimizer"], expected["optimizer"])
     report = answers[0]["report"]
-    assert f"searched again from update {SEEN} on, as in {LASTS} updates backward took" in report
+    assert (
+        f"searched again from update {SEEN} on, as in {LASTS} updates backward and exchanges"
+        in report
+    )
     assert "took 4.000 s instead of 1.000 s" in report
     assert "sharded kept instead of direct" in report
 
@@ -217,6 +221,25 @@ def test_the_clock_of_one_rank_decides_nothing(two: Ranks) -> None:
     alone = PerRank(ONCE, SLOW)  # the other one would have waited for a rank that is slow
     for answer in two.run(trained, 6 * LASTS, AUTO, ("direct",), alone):
         assert answer["again"] == []
+
+
+def gathering() -> tuple[float, list[int]]:
+    """Seconds that forward has waited; and searches where it waits for 9 s until `STEADY`."""
+    training = Training(AUTO, ("sharded", "sharded"))
+    training.train(SEARCH + 2)
+    really = training.session._sharding.waited
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            UpdateSharding, "waited", property(lambda _: 9.0 * min(training.number, STEADY))
+        )
+        training.train(SEEN + 1 - training.number)
+        return really, training.end()["again"]
+
+
+def test_the_wait_for_parameters_counts(two: Ranks) -> None:
+    for really, again in two.run(gathering):
+        assert really > 0
+        assert again == [SEEN]
 
 
 def without(replan: bool) -> tuple[list[int], Any]:

@@ -78,7 +78,7 @@ class Change(NamedTuple):
         most_behind = abs(now.waited - then.waited) * 2 >= abs(now.middle - then.middle)
         what = "the exchange has changed" if most_behind else "computing has changed"
         return (
-            f"in {self.updates} updates backward took {now.middle:.3f} s instead of "
+            f"in {self.updates} updates backward and exchanges took {now.middle:.3f} s instead of "
             f"{then.middle:.3f} s, with a wait for exchanges of {now.waited:.3f} s instead of "
             f"{then.waited:.3f} s: {what}"
         )
@@ -117,6 +117,7 @@ class ChangeDetector:
         self._least = updates, seconds
         self.before: UpdateTimes | None = None
         self.patience = 1
+        self._faster = False  # where a change is suspected
         self._restart(None)
 
     def _restart(self, before: UpdateTimes | None) -> None:

@@ -54,6 +54,10 @@ class Sharding(Protocol):
     watch: GradientWatch
     """Of gradients that the script looks at."""
 
+    @property
+    def waited(self) -> float:
+        """Seconds for which forward has waited for parameters, since it is as it is now."""
+
     def use(
         self, config: ShardedConfig | None, transport: Transport | None, engine: Engine
     ) -> None:
@@ -103,7 +107,9 @@ class OnlineSearch:
         self._kept: Choice | None = None  # by the search before this one
         self._earlier: list[str] = []  # outcomes
         self._why = ""  # this one was begun
-        self.watch = SpeedWatch(control) if space.replan else None
+        self.watch: SpeedWatch | None = None
+        if space.replan:
+            self.watch = SpeedWatch(control, lambda: sharding.waited)
         self._begin()
 
     def _begin(self) -> None:
@@ -139,12 +145,11 @@ class OnlineSearch:
         self._kept = self.choice
         self._has_sharded |= isinstance(self.choice.transport, ShardedConfig)
         self._transports, self._left_out = self._space.transports, {}
-        if not self._has_sharded and self._space.replan != "may_shard":
-            self._transports = tuple(
-                one for one in self._transports if not isinstance(one, ShardedConfig)
-            )
-            if self._transports != self._space.transports:
-                self._left_out["sharded"] = "a search of a later change begins it (may_shard) only"
+        if self._tries_sharded and not self._has_sharded and self._space.replan != "may_shard":
+            others = (one for one in self._transports if not isinstance(one, ShardedConfig))
+            self._transports = tuple(others)
+            why = "only the first search begins it; replan: may_shard lets later ones"
+            self._left_out[ShardedConfig().kind] = why
         self._earlier.append(self.outcome)
         self._why = f"searched again from update {update} on, as {change}"
         if dist.get_rank(self._control) == 0:

@@ -1,13 +1,15 @@
-"""Times backward passes and their exchanges, and lets all ranks find the same change in them.
+"""Times backward passes and exchanges, and lets all ranks find the same change in them.
 
 [Note: The least of all ranks]
 The rank that comes last to an exchange waits for no other. So the least time of all ranks is that
 of computing and exchanging, whatever one rank did before: it validates, writes a checkpoint, or
-reads its data late, and the others wait for it. What all ranks do between updates is not timed.
+reads its data late, and the others wait for it. What all ranks do between updates is not timed, but
+for the wait of a forward for parameters, where each rank updates a shard.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter
 
 import torch
@@ -25,13 +27,17 @@ class SpeedWatch:
 
     Args:
         group: of CPU tensors.
+        waited_in_forward: seconds for which forward has waited for parameters, so far.
 
     Attributes:
         detector: judges the times; in the same state on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(
+        self, group: dist.ProcessGroup, waited_in_forward: Callable[[], float] = float
+    ) -> None:
+        self._group, self._waited_in_forward = group, waited_in_forward
+        self._in_forward = 0.0  # until the last update
         self.detector = ChangeDetector()
         self._begun = self._ended = 0.0
         self._underway: tuple[torch.Tensor, dist.Work | None] | None = None
@@ -66,8 +72,11 @@ class SpeedWatch:
             ExchangeError: another rank is gone.
         """
         change = self._arrived()
-        self._seconds.append(self._update)
-        self._waited.append(self._wait)
+        in_forward = self._waited_in_forward()
+        gathered = max(in_forward - self._in_forward, 0.0)  # less: the exchange is another one
+        self._in_forward = in_forward
+        self._seconds.append(self._update + gathered)
+        self._waited.append(self._wait + gathered)
         self._update = self._wait = 0.0
         if change is not None:
             self.restart()
