@@ -44,7 +44,7 @@ SIZES = "--kilobytes 256 1024 4096 16384 65536"
 ALONE = (
     "loading", "balance", "large_batch", "soak", "tuner", "overhead", "times",
     "operators", "tensor_parallel", "bubbles", "offload", "unequal", "checks", "kills",
-    "lost_hosts", "scale_out", "tutorial",
+    "lost_hosts", "replan", "scale_out", "tutorial",
 )  # fmt: skip
 """Modules whose one result has their name."""
 

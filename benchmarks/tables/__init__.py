@@ -33,6 +33,7 @@ TABLES: Mapping[str, Callable[[Entry], Result]] = {
     "overhead": computing.overhead,
     "precision": training.precision,
     "prediction": planning.prediction,
+    "replan": planning.replan,
     "recompute": computing.recompute,
     "scale_out": planning.scale_out,
     "soak": training.soak,

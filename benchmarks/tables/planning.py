@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from benchmarks.result import Entry, Result, Table, measured_with, one_table, span, yes
@@ -268,3 +269,51 @@ def given_anew(hosts: Sequence[str], every: int) -> str:
     if not hosts:
         return "no"
     return "on all hosts" if len(hosts) == every else f"on {', '.join(hosts)}"
+
+
+def replan(entry: Entry) -> Result:
+    """Trainings whose links change: what is noticed, what it costs, and what follows."""
+    jitter, ratios = entry["noise"], entry["cost"]
+    nodes, rate, slow, rounds = (entry[name] for name in ("nodes", "rate", "slow", "rounds"))
+    words = (
+        f"{entry['model']} beside an emulated accelerator on {nodes} nodes, whose links carry "
+        f"{rate}, then {slow}, then {rate} again; {rounds} rounds in turn after each change. "
+        f"Watching, where nothing changes: {median(ratios):.3f} times as long (in "
+        f"{len(ratios)} turns {min(ratios):.3f} to {max(ratios):.3f}). Links that jitter, "
+        f"{jitter['updates']} updates: {jitter['searches']} searches."
+    )
+    rows = [_replanned(row) for row in entry["rows"]]
+    columns = (
+        "links now", "updates until noticed", "updates of the search", "kept", "a new run keeps",
+        "before", "seconds", "of the new run", "as before", "searched again / new run",
+        "within 5 %",
+    )  # fmt: skip
+    drawn = [
+        (
+            *(hour["name"], f"{hour['hours']:.0f}", len(hour["searches"])),
+            *(f"{sum(hour['searches']) / len(hour['searches']):.2f}", max(hour["searches"])),
+            *(_latest(hour["seen"]), sum(one is None for one in hour["seen"])),
+        )
+        for hour in entry["hours"]
+    ]
+    headings = (
+        "noise that is drawn", "hours", "draws", "searches, mean", "searches, most",
+        "updates until a tenth of the speed is noticed, most", "not noticed",
+    )  # fmt: skip
+    tables = Table(columns, rows), Table(headings, drawn)
+    return Result(f"Replan, {entry['date']}", [measured_with(entry, words), *tables])
+
+
+def _replanned(row: Mapping[str, Any]) -> tuple[object, ...]:
+    seconds, choices = row["seconds"], row["choices"]
+    names = ("searched again", "planned so", "as before")
+    again, planned, before = (median(seconds[name]) for name in names)
+    ratio = again / planned
+    return (
+        *(row["rate"], row["noticed"], row["searched"], *(choices[name] for name in names)),
+        *(f"{again:.3f}", f"{planned:.3f}", f"{before:.3f}", f"{ratio:.3f}", yes(ratio <= 1.05)),
+    )
+
+
+def _latest(updates: Sequence[int | None]) -> object:
+    return max((one for one in updates if one is not None), default="")
