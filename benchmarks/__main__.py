@@ -2,6 +2,7 @@
 
     python -m benchmarks --list                    # what there is, and when it was taken
     python -m benchmarks 'accelerator-*' soak      # these, then the pages that show them
+    python -m benchmarks scale-out --rows FILE     # one with further options: only shown
 
 One result is one module with its options, and one JSON file under benchmarks/results. All of them
 take some twelve hours; nothing else should run meanwhile.
@@ -43,7 +44,7 @@ SIZES = "--kilobytes 256 1024 4096 16384 65536"
 ALONE = (
     "loading", "balance", "large_batch", "soak", "tuner", "overhead", "times",
     "operators", "tensor_parallel", "bubbles", "offload", "unequal", "checks", "kills",
-    "lost_hosts", "tutorial",
+    "lost_hosts", "replan", "scale_out", "tutorial",
 )  # fmt: skip
 """Modules whose one result has their name."""
 
@@ -203,11 +204,11 @@ def show(parts: dict[str, str]) -> None:
     Console(width=max(map(len, parts.values())) + 60).print(drawn)
 
 
-def run(name: str, command: str) -> int:
-    """Take one result again; its status."""
+def run(name: str, command: str, further: Sequence[str] = ()) -> int:
+    """Take one result again, or only show it with further options; its status."""
     module, *options = shlex.split(command)
-    file = f"benchmarks/results/{name}.json"  # as it stands in the result
-    argv = [sys.executable, "-m", f"benchmarks.{module}", *options, "--json", file]
+    saved = ["--json", f"benchmarks/results/{name}.json"]  # as it stands in the result
+    argv = [sys.executable, "-m", f"benchmarks.{module}", *options, *(further or saved)]
     return subprocess.call(argv, cwd=RESULTS.parents[1])
 
 
@@ -216,11 +217,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="of results, with * and ?; default: all")
     parser.add_argument("--list", action="store_true", help="only say what there is")
-    args = parser.parse_args()
+    args, further = parser.parse_known_args()
     parts = chosen(args.names)
     if args.list:
         show(parts)
         return 0
+    if further:
+        if len(parts) != 1:
+            parser.error(
+                f"{' '.join(further)}: further options are for one result, not {len(parts)}"
+            )
+        return run(*next(iter(parts.items())), further)
     console, failed = Console(stderr=True), 0
     for number, (name, command) in enumerate(parts.items(), 1):
         console.rule(f"{number} of {len(parts)}: {name}")

@@ -85,8 +85,8 @@ class Watched(OnlineSearch):
         self.steps = 10**9  # gathering a trace would take time of an update
         return True
 
-    def settle(self, choice: Choice, outcome: str) -> None:
-        super().settle(choice, outcome)
+    def settle(self, choice: Choice) -> None:
+        super().settle(choice)
         self.kept = choice, self.updates
 
     def open(self, choices: Mapping[str, Choice]) -> dict[str, Choice]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.result import Entry, Table
 from benchmarks.tables.exchanges import exchange, on_accelerator
-from benchmarks.tables.planning import same_bits
+from benchmarks.tables.planning import late_runs, published, same_bits
 
 Results = Mapping[str, Entry]
 """All results, by the names of their files."""
@@ -401,6 +401,47 @@ def prediction_orders(every: Results) -> str:
     )
 
 
+def scale_out_errors(every: Results) -> str:
+    """docs/scale-out.md: of runs that nothing was fitted on."""
+    run = every["scale-out"]
+    gpus, slow, large = run["transformers"], run["slow"], run["megascale"]
+    errors = ((gpus, "512"), (slow, "slow"), (large, "larger"))
+    middles, worsts = (
+        [f"{100 * found[f'{kind}_{name}']:.1f} %" for found, name in errors]
+        for kind in ("median", "worst")
+    )
+    return (
+        f"{middles[0]} off (median; worst {worsts[0]}) on 512 GPUs, {middles[1]} (worst "
+        f"{worsts[1]}) over TCP at 200 Mbit/s, {middles[2]} (worst {worsts[2]}) on 768 to 12,288 "
+        "GPUs"
+    )
+
+
+def scale_out_late(every: Results) -> str:
+    """docs/scale-out.md: why the order at 512 GPUs is not the predicted one."""
+    return late_runs(every["scale-out"]["transformers"])
+
+
+def scale_out_slow(every: Results) -> str:
+    """docs/scale-out.md: runs over TCP at 200 Mbit/s."""
+    return _predicted_runs(every["scale-out"]["slow"])
+
+
+def scale_out_large(every: Results) -> str:
+    """docs/scale-out.md: 175 billion parameters on 768 GPUs and more."""
+    return _predicted_runs(every["scale-out"]["megascale"])
+
+
+def _predicted_runs(found: Mapping[str, Any]) -> str:
+    return published([row for row in found["rows"] if row["kind"] == "predicted"]).markdown
+
+
+def scale_out_example(every: Results) -> str:
+    """docs/scale-out.md: the command, and what the terminal said."""
+    found = every["scale-out"]["example"]
+    return _typed(f"$ {found['command']}", *map(str.rstrip, found["said"].splitlines()))
+
+
 def advice_kept(every: Results) -> str:
     """docs/advisor.md: what advice promised and brought."""
     given = [advice for advice in every["prediction"]["advice"] if advice["promised"]]
@@ -532,6 +573,7 @@ QUOTES: Mapping[str, Callable[[Results], str]] = {
         recompute_cost,
         recompute_rivals, recompute_times, largest_batch, optimizer_gains, optimizer_gains_cuda,
         operators_within, prediction_errors, replay_errors, prediction_orders, advice_kept,
+        scale_out_errors, scale_out_late, scale_out_slow, scale_out_large, scale_out_example,
         auto_choices, lost_hosts_commands, lost_hosts_session, lost_hosts_bits,
         time_to_loss,
     )

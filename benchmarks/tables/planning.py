@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from benchmarks.result import Entry, Result, Table, measured_with, one_table, span, yes
+
+LATE = 0.1
+"""Part of its time by which a run is late."""
 
 
 def prediction(entry: Entry) -> Result:
@@ -94,6 +98,85 @@ def times(entry: Entry) -> Result:
     columns = ("operation", "median s", "quartiles", "limit s", "within")
     words = f"Seconds, {entry['rounds']} rounds."
     return one_table(entry, "Promised times", words, columns, rows)
+
+
+def scale_out(entry: Entry) -> Result:
+    """Predictions beside public measurements, the worst first."""
+    gpus, slow, large = entry["transformers"], entry["slow"], entry["megascale"]
+    machine = ", ".join(f"{name} {value:.4g}" for name, value in gpus["machine"].items())
+    systems = "; ".join(
+        f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in numbers.items())
+        for name, numbers in large["systems"].items()
+    )
+    shares = ", ".join(
+        f"{name} {one['reached']:.0%} of the link and {one['alone_ms']:.1f} ms alone"
+        for name, one in slow["algorithms"].items()
+    )
+    took = entry["simulated"]
+    bars = [
+        ("median error at 512 GPUs", f"{gpus['median_512']:.1%}", "8%", gpus["median_512"] < 0.08),
+        ("tau of the 512-GPU rows", f"{gpus['tau_512']:.2f}", "0.8", gpus["tau_512"] >= 0.8),
+        ("tau of all rows", f"{gpus['tau_all']:.2f}", "0.8", gpus["tau_all"] >= 0.8),
+        ("median error at 200 Mbit/s", f"{slow['median_slow']:.1%}", "10%",
+         slow["median_slow"] <= 0.1),
+        (f"seconds to simulate {took['strategies']} strategies on {took['ranks']:,} ranks",
+         f"{took['seconds']:.1f}", "60", took["seconds"] < 60),
+    ]  # fmt: skip
+    further = [
+        (f"further rows, {name}", f"{found['median_further']:.1%}", bar, "")
+        for name, found, bar in (("GPUs", gpus, "8%"), ("TCP", slow, "10%"))
+        if "median_further" in found
+    ]
+    if "tau_further" in gpus:
+        further.append(("further rows, tau", f"{gpus['tau_further']:.2f}", "0.8", ""))
+    return Result(
+        f"Scale-out, {entry['date']}",
+        [
+            measured_with(entry, "Predictions of published runs, which nothing was fitted on."),
+            Table(
+                ("promise", "found", "bar", "within"),
+                [*((*bar[:3], yes(bar[3])) for bar in bars), *further],
+            ),
+            f"Transformers on A100, fitted on runs of up to 256 GPUs: {machine}. Each of these "
+            f"left out of its fit: median {gpus['left_out_median']:.1%}. At 512 GPUs: median "
+            f"{gpus['median_512']:.1%}, worst {gpus['worst_512']:.1%}. {late_runs(gpus)}",
+            published(gpus["rows"]),
+            f"30.8 million parameters over shaped TCP, fitted on 5 Gbit/s: {shares}. At 200 "
+            f"Mbit/s: median {slow['median_slow']:.1%}, worst {slow['worst_slow']:.1%}.",
+            published(slow["rows"]),
+            f"175 billion parameters, each system fitted on 256 and 512 GPUs ({systems}), the rest "
+            "of the machine by its data sheet; micro-batches of 1 without recomputation are "
+            "assumed, as the paper names neither. On "
+            f"768 to 12,288 GPUs: median {large['median_larger']:.1%}, worst "
+            f"{large['worst_larger']:.1%}.",
+            published(large["rows"]),
+        ],
+    )
+
+
+def late_runs(found: Mapping[str, Any]) -> str:
+    """Say why the order at 512 GPUs is not the predicted one."""
+    errors = [row["error"] for row in found["rows"] if row["kind"] == "predicted"]
+    late = [1 / (1 + error) - 1 for error in errors if error < -LATE]
+    early = sum(error > LATE for error in errors)
+    return (
+        f"{len(late)} of these {len(errors)} runs took {min(late):.0%} to {max(late):.0%} longer "
+        f"than predicted, {early} were {LATE:.0%} shorter. Of most of their sizes others, with a "
+        "smaller or larger micro-batch, were not late, so no law of sizes orders them: even "
+        f"fitted on these rows themselves, tau is {found['tau_512_fitted_on_themselves']:.2f}."
+    )
+
+
+def published(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Published runs, and what was predicted of them."""
+    cells = [
+        (
+            *(row["name"], f"{row['measured']:.4g}", f"{row['predicted']:.4g}"),
+            *(f"{row['error']:+.1%}", row["kind"]),
+        )
+        for row in rows
+    ]
+    return Table(("run", "measured s", "predicted s", "error", "how"), cells)
 
 
 def blame(entry: Entry) -> Result:
@@ -186,6 +269,54 @@ def given_anew(hosts: Sequence[str], every: int) -> str:
     if not hosts:
         return "no"
     return "on all hosts" if len(hosts) == every else f"on {', '.join(hosts)}"
+
+
+def replan(entry: Entry) -> Result:
+    """Trainings whose links change: what is noticed, what it costs, and what follows."""
+    jitter, ratios = entry["noise"], entry["cost"]
+    nodes, rate, slow, rounds = (entry[name] for name in ("nodes", "rate", "slow", "rounds"))
+    words = (
+        f"{entry['model']} beside an emulated accelerator on {nodes} nodes, whose links carry "
+        f"{rate}, then {slow}, then {rate} again; {rounds} rounds in turn after each change. "
+        f"Watching, where nothing changes: {median(ratios):.3f} times as long (in "
+        f"{len(ratios)} turns {min(ratios):.3f} to {max(ratios):.3f}). Links that jitter, "
+        f"{jitter['updates']} updates: {jitter['searches']} searches."
+    )
+    rows = [_replanned(row) for row in entry["rows"]]
+    columns = (
+        "links now", "updates until noticed", "updates of the search", "kept", "a new run keeps",
+        "before", "seconds", "of the new run", "as before", "searched again / new run",
+        "within 5 %",
+    )  # fmt: skip
+    drawn = [
+        (
+            *(hour["name"], f"{hour['hours']:.0f}", len(hour["searches"])),
+            *(f"{sum(hour['searches']) / len(hour['searches']):.2f}", max(hour["searches"])),
+            *(_latest(hour["seen"]), sum(one is None for one in hour["seen"])),
+        )
+        for hour in entry["hours"]
+    ]
+    headings = (
+        "noise that is drawn", "hours", "draws", "searches, mean", "searches, most",
+        "updates until a tenth of the speed is noticed, most", "not noticed",
+    )  # fmt: skip
+    tables = Table(columns, rows), Table(headings, drawn)
+    return Result(f"Replan, {entry['date']}", [measured_with(entry, words), *tables])
+
+
+def _replanned(row: Mapping[str, Any]) -> tuple[object, ...]:
+    seconds, choices = row["seconds"], row["choices"]
+    names = ("searched again", "planned so", "as before")
+    again, planned, before = (median(seconds[name]) for name in names)
+    ratio = again / planned
+    return (
+        *(row["rate"], row["noticed"], row["searched"], *(choices[name] for name in names)),
+        *(f"{again:.3f}", f"{planned:.3f}", f"{before:.3f}", f"{ratio:.3f}", yes(ratio <= 1.05)),
+    )
+
+
+def _latest(updates: Sequence[int | None]) -> object:
+    return max((one for one in updates if one is not None), default="")
 
 
 def time_to_loss(entry: Entry) -> Result:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.checks.dumps import MAIN, Dump, Dumps, exchange_of
+from slipstream.checks.dumps import MAIN, SIGNAL, Dump, Dumps, exchange_of
 from slipstream.checks.stacks import Frame
 
 LIB = "/opt/env/lib/python3.12/site-packages/torch"
@@ -169,3 +169,21 @@ def test_the_folder_may_be_gone(tmp_path: Path):
     said = subprocess.run(argv, env=environ, capture_output=True, text=True, check=True)
     tmp_path.chmod(0o700)
     assert (said.stdout, said.stderr) == ("goes on\n", "")
+
+
+def test_a_process_that_is_asked_as_it_ends_still_ends_well(tmp_path: Path):
+    """Its interpreter is gone, and with it the handler; only libc still runs."""
+    code = """
+import ctypes
+
+libc = ctypes.CDLL(None)
+libc.strdup.restype = ctypes.c_void_p
+libc.__cxa_atexit(libc.sleep, ctypes.c_void_p(2), None)
+libc.__cxa_atexit(libc.perror, ctypes.c_void_p(libc.strdup(b"gone")), None)
+"""
+    environ = Dumps(tmp_path).environment(os.environ)
+    argv = [sys.executable, "-c", code]
+    with subprocess.Popen(argv, env=environ, stderr=subprocess.PIPE) as process:
+        assert process.stderr.readline().startswith(b"gone")
+        os.kill(process.pid, SIGNAL)
+    assert process.returncode == 0

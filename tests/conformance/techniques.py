@@ -58,12 +58,33 @@ def sharded_after_an_update() -> Iterator[None]:
         def _install(self, choice: Choice, for_good: bool) -> None:
             if not for_good and self._can_use(ShardedConfig()):
                 choice, for_good = Choice(ShardedConfig(), choice.split), True
-                self.settle(choice, "chosen by the matrix")
+                self.settle(choice)
                 self._due = None
             super()._install(choice, for_good)
 
     with (
         mock.patch.object(exchanging, "OnlineSearch", Chosen),
+        mock.patch.object(exchanging, "find_place", lambda _, g: Place.apart(_, g.size())),
+    ):
+        yield
+
+
+@contextmanager
+def searching_again_and_again() -> Iterator[None]:
+    """A search of two updates that begins anew after one more, for ever."""
+    from slipstream.session import compose, exchanging, tracing
+    from slipstream.transport.place import Place
+    from slipstream.tuner import online_search, search_space, speed_watch
+    from slipstream.tuner.change import Change, UpdateTimes
+
+    change = Change(UpdateTimes(1.0, 1.0, 1.0, 0.0), UpdateTimes(9.0, 9.0, 9.0, 8.0), 1)
+    with (
+        mock.patch.object(compose, "SETTLING", 0),
+        mock.patch.object(tracing, "SETTLING", 0),
+        mock.patch.object(speed_watch.SpeedWatch, "updated", return_value=change),
+        mock.patch.object(search_space.SearchSpace, "window", return_value=1),
+        mock.patch.object(online_search, "TURNS", 1),
+        mock.patch.object(exchanging, "why_not_sharded", return_value="another row"),
         mock.patch.object(exchanging, "find_place", lambda _, g: Place.apart(_, g.size())),
     ):
         yield
@@ -339,6 +360,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     transport("shared_memory", "shared_memory"),
     transport("auto", "auto"),
     transport("auto sharded", "auto", around=sharded_after_an_update),
+    transport("auto again", "auto", around=searching_again_and_again),
     transport("sharded", "sharded"),
     transport("sharded adamw", "sharded", optimizer=adamw),
     transport("sharded replicated", {"kind": "sharded", "replicated": 0.3}),

@@ -48,6 +48,7 @@ import sys
 
 
 def register(folder):
+    import _signal
     import faulthandler
     import os
 
@@ -60,6 +61,8 @@ def register(folder):
         except Exception:  # the folder is gone, with the watch
             pass
 
+    # To this the signal returns where faulthandler leaves, at the end of the interpreter.
+    _signal.signal({number}, _signal.SIG_IGN)
     open_own()
     os.register_at_fork(after_in_child=open_own)
 

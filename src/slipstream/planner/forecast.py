@@ -18,6 +18,9 @@ from slipstream.planner.iteration.traced import traced_strategy
 from slipstream.planner.iteration.workload import Workload
 from slipstream.planner.network.costs import CodecCost
 from slipstream.planner.network.profile import NetworkProfile
+from slipstream.planner.scale_out.collectives import fabric_profile
+from slipstream.planner.scale_out.growth import Growth, Placement, grow
+from slipstream.planner.scale_out.shape import FabricConfig
 from slipstream.planner.search import candidates
 from slipstream.planner.search.ranking import (
     NODES,
@@ -244,6 +247,41 @@ class Forecast:
         """Predict one strategy with other links; none on one host."""
         hosts = self.network.hosts
         return self._elsewhere(strategy, nodes=(hosts,), rates=RATES) if hosts > 1 else []
+
+    def over_ranks(
+        self,
+        numbers: Sequence[int],
+        *,
+        ranks_per_node: int | None = None,
+        rate: float | None = None,
+        fabric: FabricConfig = FabricConfig(),  # noqa: B008 - frozen
+        lossy: bool = False,
+    ) -> Growth:
+        """Predict each technique on these numbers of ranks, each with its batch of the trace.
+
+        Args:
+            numbers: of ranks.
+            ranks_per_node: None: as many as were measured.
+            rate: bits/s of each host's link; None: as measured.
+            fabric: what hosts share, and how unequal ranks are.
+            lossy: also what changes the mathematics.
+
+        Raises:
+            ClusterError: a number is no multiple of the ranks of a host, or the network cannot be
+                extrapolated.
+        """
+        each = ranks_per_node or self.network.ranks_per_host
+
+        def place(ranks: int) -> Placement:
+            if ranks % each:
+                raise ClusterError(
+                    f"{ranks} ranks are not a multiple of {each}, the ranks of each host; choose "
+                    "other numbers, or --ranks-per-node"
+                )
+            network = self.measured.scaled(ranks // each, each, rate)
+            return Placement(self.workload.for_ranks(ranks), fabric_profile(network, fabric))
+
+        return grow(place, numbers, self.base, fabric, lossy=lossy)
 
     def _elsewhere(self, strategy: Strategy, **where: Any) -> list[ScaleOutPoint]:
         here = self.measured

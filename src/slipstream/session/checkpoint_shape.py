@@ -164,6 +164,7 @@ def session_mistakes(state: Mapping[str, Any], sizes: Mapping[str, int] | None) 
     where ranks share a model."""
     yield from _count("steps", state["steps"])
     yield from _choices(state)
+    yield from _speed(state.get("speed"))
     yield from _order(state["ready_order"])
     yield from _each("codecs", state["codecs"], lambda at, one: _codec(at, one, sizes))
     yield from _loss_scale("loss_scale", state.get("loss_scale"))
@@ -178,6 +179,23 @@ def _choices(state: Mapping[str, Any]) -> Mistakes:
         Strategy.load({"gradients": {n: v for n, v in chosen.items() if v is not None}})
     except StrategyError as error:
         yield str(error).rpartition("\n  gradients.")[2].replace("\n", "; ")
+
+
+def _speed(value: Any) -> Mistakes:
+    """Find out why it is not what the speed of updates was."""
+    if value is None:
+        return
+    if not isinstance(value, Mapping):
+        yield _wrong("speed", value, "a mapping or None")
+        return
+    yield from _count("speed.patience", value.get("patience"))
+    if (before := value.get("before")) is not None:
+        if not isinstance(before, list | tuple) or len(before) != 4:
+            yield _wrong("speed.before", before, "four numbers or None")
+            return
+        for number, seconds in enumerate(before):
+            if type(seconds) is not float or not (math.isfinite(seconds) and seconds >= 0):
+                yield _wrong(f"speed.before[{number}]", seconds, "a number from 0 on")
 
 
 def _order(order: Any) -> Mistakes:

@@ -70,6 +70,7 @@ class SessionState:
             "split": None if split is None else split.document(full=True),
             "transport": None if transport is None else transport.document(full=True),
             "overlap": overlap,
+            "speed": None if search is None else search.speed_state,
             "ready_order": order,
             "codecs": codecs,  # by rank
             "loss_scale": self.precision.state_dict(),
@@ -132,6 +133,7 @@ class SessionState:
                 gradients.split if "split" in chosen else None,
                 gradients.transport if "transport" in chosen else None,
                 gradients.overlap,
+                state.get("speed"),
             )
         if keeps_codecs and (codecs := state["codecs"]):
             # after the last change of the layout, which says who serves which piece

@@ -26,6 +26,7 @@ from slipstream.trace import chrome
 from slipstream.trace.event import BACKWARD, FORWARD, OPTIMIZER, Trace
 from slipstream.trace.recorder import Recorder, Stamp
 from slipstream.transport.consistency import collective_errors
+from slipstream.tuner.speed_watch import SpeedWatch
 from slipstream.tuner.turns import SETTLING
 
 
@@ -53,8 +54,17 @@ class Search(Protocol):
         """Settings of gradients that it has put in the place of the strategy's."""
         ...
 
+    @property
+    def watch(self) -> SpeedWatch | None:
+        """Watches the speed of updates once it has settled; None: nothing does."""
+        ...
+
     def proceed(self, trace: Trace | None) -> bool:
         """Go on from a window, which rank 0 has; whether another follows. A collective."""
+        ...
+
+    def changed(self, update: int) -> bool:
+        """Whether the speed of updates has changed and it begins anew. A collective, maybe."""
         ...
 
 
@@ -84,7 +94,7 @@ class SessionTracer:
     An iteration begins where the last one ended, or where an epoch starts: what a script does
     between epochs belongs to no iteration. A search (``split: optimal``, ``transport: auto``,
     ``local: auto``) uses the recorder first, in windows of its own; that of the user's
-    ``trace.steps`` comes after it.
+    ``trace.steps`` comes after it. A search that begins anew later does the same again.
 
     Args:
         recorder: of this rank.
@@ -115,6 +125,8 @@ class SessionTracer:
         self.search, self.device, self.computing = search, device, computing
         self._in_users_window = search is None
         self._aligned = self._closed = False
+        self._written = 0  # files
+        self._watch: SpeedWatch | None = None  # while nothing is recorded until speed changes
         # Where in an iteration the training is:
         self._iteration = self._samples = self._batch_size = 0
         self._under_way = self._in_backward = False
@@ -126,7 +138,10 @@ class SessionTracer:
         trained = [t.parameter for t in parameters_of(model, trainable=True)]
         norms = trained if strategy.trace.norms else []
         self._norms = GradientNorms(norms, engine, recorder)
-        self._remove_hook = attach(
+        self._remove_hook = self._hook_forward()
+
+    def _hook_forward(self) -> Callable[[], None]:
+        return attach(
             self.model.register_forward_pre_hook,
             lambda _, args, kwargs: self.forward_begins(args, kwargs),
             with_kwargs=True,
@@ -160,6 +175,8 @@ class SessionTracer:
         self._under_way = self._in_backward = True
         self._samples += 0 if dummy_batch else self._batch_size
         self._batch_size = 0
+        if self._watch is not None:
+            self._watch.backward_begins()
         if self.recorder.active:
             self._start = self.recorder.stamp(self.device)
             self.recorder.add(FORWARD, self._forward_start or self._start, self._start)
@@ -168,11 +185,15 @@ class SessionTracer:
     def backward_ends(self) -> None:
         """All gradients of this rank are ready; exchanges may still run."""
         self._in_backward = False
+        if self._watch is not None:
+            self._watch.backward_ends()
         if self.recorder.active:
             self._end = self.recorder.stamp(self.device)
 
     def exchanged(self, ready: list[Stamp | None] | None) -> None:
         """The exchanges are done; ``ready``: when each gradient was, None: not recorded."""
+        if self._watch is not None:
+            self._watch.exchanged()
         args = {} if ready is None else {"gradients_ready": ready}
         self.recorder.add(BACKWARD, self._start, self._end, **args)
         self._norms.averaged()
@@ -198,7 +219,9 @@ class SessionTracer:
         self._iteration += 1
         self._samples, self._under_way = 0, False
         self._losses = []
-        if self.recorder.done:
+        if self._watch is not None:
+            self._look()
+        elif self.recorder.done:
             self._window_ends()
         if not self._closed:
             self.iteration_begins()
@@ -208,11 +231,15 @@ class SessionTracer:
         if self._closed:
             return
         self.drop()
-        if not self._in_users_window:
-            return
+        if self._in_users_window:
+            self._write()
+
+    def _write(self) -> None:
         trace = self._gather()
+        self._written += 1
         if trace is not None and trace.events:
-            path = Path(self.strategy.trace.folder) / "trace.json"
+            number = f"-{self._written}" if self._written > 1 else ""
+            path = Path(self.strategy.trace.folder) / f"trace{number}.json"
             chrome.write(trace, path)
             print(f"slipstream: trace written to {path}", file=sys.stderr)
 
@@ -231,14 +258,32 @@ class SessionTracer:
         """All iterations of a window are recorded: for the search, or for the user."""
         search, config = self.search, self.strategy.trace
         if search is None or self._in_users_window:
-            self.write()
+            self._write()
+            self._rest()
         elif not search.settled and search.proceed(self._gather()):
             self._next_window(self._iteration + SETTLING, search.steps)
         elif config.steps is not None:
             self._in_users_window = True
             self._next_window(max(config.skip, self._iteration + SETTLING), config.steps)
         else:
+            self._rest()
+
+    def _rest(self) -> None:
+        """Record nothing any more, or nothing until the speed of updates changes."""
+        self._in_users_window = False
+        self._watch = None if self.search is None else self.search.watch
+        if self._watch is None:
             self.drop()
+        else:
+            self._remove_hook()
+
+    def _look(self) -> None:
+        """See whether the search begins anew; a collective now and then."""
+        assert self.search is not None
+        if self.search.changed(self._iteration):
+            self._watch = None
+            self._remove_hook = self._hook_forward()
+            self._next_window(self._iteration + SETTLING, self.search.steps)
 
     def _next_window(self, first_step: int, num_steps: int) -> None:
         self.recorder.restart(first_step, num_steps)

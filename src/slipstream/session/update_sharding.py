@@ -93,6 +93,11 @@ class UpdateSharding:
         self.any_rank = AnyRank(dims)
 
     @property
+    def waited(self) -> float:
+        """Seconds for which forward has waited for parameters, since it is as it is now."""
+        return self.model.waited if isinstance(self.model, ShardedModel) else 0.0
+
+    @property
     def is_sharded(self) -> bool:
         """Whether each rank updates a shard, now."""
         return self._config is not None

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -66,6 +67,9 @@ class ParameterGather:
         at: names this rank in an error.
         explaining: turns an exchange that failed inside into an error that says why.
 
+    Attributes:
+        waited: seconds for which whoever read a parameter has waited, so far.
+
     Exactness: bitwise.
     """
 
@@ -74,6 +78,7 @@ class ParameterGather:
     split: SplitConfig
     at: str
     explaining: Callable[[], AbstractContextManager[object]] = nullcontext
+    waited: float = field(default=0.0, init=False)
     _segments: Sequence[_Segment] = ()
     _order: tuple[str, ...] = ()
     _sender: ThreadPoolExecutor = field(init=False)
@@ -162,6 +167,7 @@ class ParameterGather:
             return
         if segment.failure is not None:
             raise segment.failure
+        began = perf_counter()
         try:
             if segment.waits is None:
                 segment.waits = iter(segment.works.result())
@@ -170,6 +176,8 @@ class ParameterGather:
         except RuntimeError as error:
             segment.failure = self._failed(segment, error)
             raise segment.failure from error
+        finally:
+            self.waited += perf_counter() - began
         for values, arrived in segment.copies:
             values[...] = arrived
         segment.pending = False

@@ -166,6 +166,11 @@ class ShardedModel(WholeModel):
         for work in self._transport.start(request):
             work.wait()
 
+    @property
+    def waited(self) -> float:
+        """Seconds for which forward has waited for parameters, so far."""
+        return self._gather.waited
+
     def _gather_rows(self, row: torch.Tensor, rows: torch.Tensor) -> None:
         self._run(AllGather(row, rows))
 

@@ -110,6 +110,8 @@ class AutoConfig(TransportVariant, exactness="reordered"):
     between ``backward()`` and ``step()`` in the first updates. Where it is chosen, its rules hold
     from then on: clip with ``session.clip_grad_norm_``, save with the session's verbs.
 
+    Where the speed of the network or of a rank changes for good, the search runs again. On CPUs.
+
     Example:
         >>> AutoConfig(updates=100).updates
         100
@@ -120,6 +122,11 @@ class AutoConfig(TransportVariant, exactness="reordered"):
 
     updates: int = Field(default=60, ge=24)
     """Updates that the search takes at most."""
+
+    replan: Literal[True, False, "may_shard"] = True
+    """Search again where updates take 1.4 times as long as after the last search, or as short, for
+    64 updates and 30 seconds. ``sharded`` is tried again only where it was chosen before, as it
+    refuses what a script may do later; ``may_shard``: always."""
 
 
 TransportConfig = Annotated[

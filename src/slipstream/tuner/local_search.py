@@ -55,6 +55,7 @@ class LocalSearch:
     """
 
     steps = WINDOW
+    watch = None
 
     def __init__(
         self, strategy: Strategy, ranks: Cluster, control: dist.ProcessGroup, meetings: Meetings
@@ -74,6 +75,10 @@ class LocalSearch:
     def in_use(self) -> dict[str, Any]:
         """Settings of gradients that a search has put in the place of the strategy's: none."""
         return {}
+
+    def changed(self, update: int) -> bool:
+        """Whether it begins anew: never."""
+        return False
 
     def proceed(self, trace: Trace | None) -> bool:
         """Choose from a traced window, which rank 0 has; a collective. No other window follows."""

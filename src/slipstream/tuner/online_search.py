@@ -2,13 +2,14 @@
 
 The first choice (the default split, the first transport) is traced for a window of iterations.
 Where a split is searched for, the network is measured and the optimal split computed for each
-transport. Then the choices take turns, and the one measured fastest stays.
+transport. Then the choices take turns, and the one measured fastest stays, until the speed of
+updates changes for good: then the same search runs again, with the choice in use among them.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, Protocol
 
@@ -36,6 +37,7 @@ from slipstream.transport.switch import Switch
 from slipstream.transport.transport import Transport
 from slipstream.tuner.predicted_choices import predict_choices, promising
 from slipstream.tuner.search_space import Choice, SearchSpace, fastest
+from slipstream.tuner.speed_watch import SpeedWatch
 from slipstream.tuner.trials import iterations
 from slipstream.tuner.turns import SETTLING, TURNS
 
@@ -51,6 +53,10 @@ class Sharding(Protocol):
 
     watch: GradientWatch
     """Of gradients that the script looks at."""
+
+    @property
+    def waited(self) -> float:
+        """Seconds for which forward has waited for parameters, since it is as it is now."""
 
     def use(
         self, config: ShardedConfig | None, transport: Transport | None, engine: Engine
@@ -75,9 +81,9 @@ class OnlineSearch:
 
     Attributes:
         steps: iterations in the next window.
-        outcome: the result so far, as a sentence.
-        settled: whether the choice no longer changes.
+        settled: whether the choice stays as it is, until updates become slower or faster.
         choice: in use.
+        watch: sees that updates have become slower or faster for good; None: nobody asked for it.
     """
 
     def __init__(
@@ -94,15 +100,63 @@ class OnlineSearch:
         self._left_out: dict[str, str] = {}  # by kind of transport, the reason
         self._due: tuple[Choice, bool] | None = None
         self._ranks, self._control, self._space = ranks, control, space
-        self.choice = Choice(space.transports[0], engine.split, space.overlap[0])
-        self._base = strategy.with_gradients(**self.choice._asdict())
-        self.steps = space.first_window
+        self._first = Choice(space.transports[0], engine.split, space.overlap[0])
+        self._base = strategy.with_gradients(**self._first._asdict())
+        self._transports = space.transports
+        self._has_sharded = False  # at any time: the script does nothing that it refuses
+        self._kept: Choice | None = None  # by the search before this one
+        self._earlier: list[str] = []  # outcomes
+        self._why = ""  # this one was begun
+        self.watch: SpeedWatch | None = None
+        if space.replan:
+            self.watch = SpeedWatch(control, lambda: sharding.waited)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Measure the first choice in the next window."""
+        self.choice = self._first
+        self.steps = self._space.first_window
         self._choices: tuple[Choice, ...] = ()
         self._seconds: list[list[list[float]]] = []  # of each choice and turn, on rank 0
         self._windows = self._updates = 0
-        what = "the default split" if space.split else self.choice.transport.kind
-        self.outcome = f"not yet: {self.steps} iterations of {what} are measured first"
+        what = "the default split" if self._space.split else self.choice.transport.kind
+        self._found = f"not yet: {self.steps} iterations of {what} are measured first"
         self.settled = False
+
+    @property
+    def outcome(self) -> str:
+        """The result so far, as a sentence; of a later search, why there was one, too."""
+        return f"{self._why}; {self._found}" if self._why else self._found
+
+    def changed(self, update: int) -> bool:
+        """Begin the search anew if the speed of updates has changed for good; whether it has.
+
+        A collective every few updates, called between two of them.
+
+        Args:
+            update: number of the last one, for the log.
+
+        Raises:
+            ExchangeError: another rank is gone.
+        """
+        change = None if self.watch is None else self.watch.updated()
+        if change is None:
+            return False
+        self._kept = self.choice
+        self._has_sharded |= isinstance(self.choice.transport, ShardedConfig)
+        self._transports, self._left_out = self._space.transports, {}
+        if self._tries_sharded and not self._has_sharded and self._space.replan != "may_shard":
+            others = (one for one in self._transports if not isinstance(one, ShardedConfig))
+            self._transports = tuple(others)
+            why = "only the first search begins it; replan: may_shard lets later ones"
+            self._left_out[ShardedConfig().kind] = why
+        self._earlier.append(self.outcome)
+        self._why = f"searched again from update {update} on, as {change}"
+        if dist.get_rank(self._control) == 0:
+            _log(f"transport: auto: {self._why}")
+        self._begin()
+        self._due = self._first, False
+        return True
 
     def proceed(self, trace: Trace | None) -> bool:
         """Act on a traced window; returns whether another one is needed.
@@ -124,7 +178,7 @@ class OnlineSearch:
             self._windows += 1
             self._updates += SETTLING + self.steps
             if count == 1:
-                self.settle(self._choices[0], self.outcome)
+                self.settle(self._choices[0])
             elif self._windows == TURNS * count:
                 self._keep_the_fastest()
             else:
@@ -133,13 +187,17 @@ class OnlineSearch:
                 self._due = self.choice, False
             return not self.settled
 
-    def settle(self, choice: Choice, outcome: str) -> None:
-        """Stay with ``choice``: it was made now, or before a checkpoint."""
-        self.outcome, self.settled = outcome, True
+    def settle(self, choice: Choice) -> None:
+        """Stay with ``choice``."""
+        self.settled = True
         self.choice, self._due = choice, (choice, True)
 
     def resume(
-        self, split: SplitConfig | None, transport: TransportConfig | None, overlap: bool
+        self,
+        split: SplitConfig | None,
+        transport: TransportConfig | None,
+        overlap: bool,
+        speed: Mapping[str, Any] | None = None,
     ) -> None:
         """Stay with what was chosen before a checkpoint, if that is all that is open here.
 
@@ -147,6 +205,7 @@ class OnlineSearch:
             split: that was chosen; None: none was searched for, or not yet found.
             transport: likewise.
             overlap: that was chosen with them.
+            speed: of updates then, as `speed_state` says it; None: it is measured now.
         """
         space = self._space
         known = transport is not None and transport.kind in {t.kind for t in space.transports}
@@ -157,7 +216,16 @@ class OnlineSearch:
         if not self._can_use(only):
             return
         beside = overlap if overlap in space.overlap else space.overlap[0]
-        self.settle(Choice(only, kept, beside), "chosen before the checkpoint")
+        self._why, self._found = "", "chosen before the checkpoint"
+        self.settle(Choice(only, kept, beside))
+        if self.watch is not None:
+            self.watch.detector.load(speed)
+            self.watch.restart()
+
+    @property
+    def speed_state(self) -> dict[str, Any] | None:
+        """The speed that later updates are compared with; None until the search is over."""
+        return self.watch.detector.state() if self.settled and self.watch is not None else None
 
     @property
     def chosen_split(self) -> SplitConfig | None:
@@ -181,7 +249,8 @@ class OnlineSearch:
         name = "auto" if open_transport else "optimal"
         note = "measured in turn" if open_transport else "split computed and measured"
         left_out = [Row(name, f"not {kind}", why) for kind, why in self._left_out.items()]
-        return [Row(name, self.outcome, note), *left_out]
+        earlier = [Row(name, outcome, "before") for outcome in self._earlier]
+        return [*earlier, Row(name, self.outcome, note), *left_out]
 
     @property
     def watches(self) -> bool:
@@ -190,7 +259,7 @@ class OnlineSearch:
 
     @property
     def _tries_sharded(self) -> bool:
-        return any(isinstance(transport, ShardedConfig) for transport in self._space.transports)
+        return any(isinstance(transport, ShardedConfig) for transport in self._transports)
 
     @property
     def in_use(self) -> dict[str, Any]:
@@ -232,11 +301,11 @@ class OnlineSearch:
 
     def _propose(self, trace: Trace | None) -> None:
         """The same choices on all ranks; those with a split are computed on rank 0."""
-        usable = [transport for transport in self._space.transports if self._can_use(transport)]
+        usable = [transport for transport in self._transports if self._can_use(transport)]
         if self._space.split is None:
             choices = self._space.unpredicted(self._engine.split)
             self._choices = tuple(choice for choice in choices if choice.transport in usable)
-            self.outcome = "" if usable[1:] else "no other transport can be used here"
+            self._found = "" if usable[1:] else "no other transport can be used here"
         else:
             network = self._measure_network(usable)
             self._receive(None if trace is None else self._solve(trace, network, usable))
@@ -265,8 +334,7 @@ class OnlineSearch:
             switch.drop(transport)
         why = str(error or "another rank cannot use it")
         if transport.kind not in self._left_out and dist.get_rank(self._control) == 0:
-            text = f"slipstream: transport: auto leaves {transport.kind} out: {why}"
-            print(text, file=sys.stderr)
+            _log(f"transport: auto leaves {transport.kind} out: {why}")
         self._left_out[transport.kind] = why
 
     def _measure_network(self, transports: Sequence[TransportConfig]) -> NetworkProfile:
@@ -284,7 +352,7 @@ class OnlineSearch:
         """Take over what rank 0 decided."""
         agreed = broadcast_from_first(decision, self._control)
         assert agreed is not None
-        self._choices, self.outcome = agreed
+        self._choices, self._found = agreed
 
     def _solve(
         self, trace: Trace, network: NetworkProfile, transports: Sequence[TransportConfig]
@@ -296,6 +364,9 @@ class OnlineSearch:
         except SlipstreamError as error:  # the training goes on with the default
             return (self.choice,), f"the default split stays: {error}"
         choices = promising(predicted)
+        kept = self._kept
+        if kept is not None and kept.transport.kind in {one.kind for one in transports}:
+            choices += () if kept in choices else (kept,)
         if len(choices) == 1:
             return choices, "the default split is the optimum"
         first, seconds = min(predicted, key=lambda pair: pair[1])
@@ -309,9 +380,9 @@ class OnlineSearch:
         if self._seconds[0]:
             kept = self._choices[fastest(self._seconds)]
             decision = (kept,), self._in_words(kept)
-            print(f"slipstream: {decision[1]}", file=sys.stderr)
+            _log(decision[1])
         self._receive(decision)
-        self.settle(self._choices[0], self.outcome)
+        self.settle(self._choices[0])
 
     def _in_words(self, kept: Choice) -> str:
         medians = [median(time for turn in turns for time in turn) for turns in self._seconds]
@@ -320,7 +391,9 @@ class OnlineSearch:
         keys = ["transport"] if len(self._space.transports) > 1 else []
         keys += ["segments"] if self._space.split is not None else []
         words = f"measured in turn, by {' and '.join(keys)}: {times}; {self._name(kept)} kept"
-        return f"{self.outcome}; {words}" if self.outcome else words
+        if self._kept is not None:
+            words += " again" if kept == self._kept else f" instead of {self._name(self._kept)}"
+        return f"{self._found}; {words}" if self._found else words
 
     def _name(self, choice: Choice, unit: str = "") -> str:
         """Name a choice by what tells it from the others: transport, number of segments, or
@@ -334,3 +407,8 @@ class OnlineSearch:
         if choice.overlap != self._space.overlap[0]:
             words.append("after backward")
         return " ".join(words)
+
+
+def _log(line: str) -> None:
+    """Write a line to stderr at once, as other processes may write to the same pipe."""
+    sys.stderr.write(f"slipstream: {line}\n")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import median
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from slipstream.strategy import (
     AutoConfig,
@@ -48,6 +48,7 @@ class SearchSpace:
         updates: that the search may take, if ``transport: auto`` says so.
         overlap: whether to exchange beside backward; both where that is to be found out.
         not_sharded: why ``sharded`` is not among them; None: it is, or is not searched for.
+        replan: whether to search again where the speed of updates has changed for good.
     """
 
     transports: tuple[TransportConfig, ...]
@@ -55,6 +56,7 @@ class SearchSpace:
     updates: int | None = None
     overlap: tuple[bool, ...] = (True,)
     not_sharded: str | None = None
+    replan: Literal[True, False, "may_shard"] = False
 
     @classmethod
     def of(cls, strategy: Strategy, place: Place, not_sharded: str | None) -> SearchSpace:
@@ -76,7 +78,9 @@ class SearchSpace:
         overlap = (True, False) if after else (config.overlap,)
         if DirectConfig() in usable and config.overlap and not_sharded is None:
             usable += SHARDED if optimal is None else SHARDED[:1]
-        return cls(usable, optimal, config.transport.updates, overlap, not_sharded)
+        timed = place.device.type == "cpu" and not strategy.parallel.active
+        replan = config.transport.replan if timed else False
+        return cls(usable, optimal, config.transport.updates, overlap, not_sharded, replan)
 
     def unpredicted(self, split: SplitConfig) -> tuple[Choice, ...]:
         """The choices under one split, all to be measured: each transport, then the last of them

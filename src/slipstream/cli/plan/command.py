@@ -18,6 +18,7 @@ from rich.text import Text
 
 from slipstream.cli.options import AsJson, ExactOnly, Updates, check_writable
 from slipstream.cli.plan import options
+from slipstream.cli.plan.growth import plan_growth
 from slipstream.cli.plan.losses import plan_losses, read_goal
 from slipstream.cli.plan.memory import Estimated, Speed, plan_memory
 from slipstream.cli.plan.tables import besides, curve, ranking, ranks
@@ -43,6 +44,8 @@ def plan(
     nodes: options.Nodes = None,
     ranks_per_node: options.PredictedRanksPerNode = None,
     rate: options.Rate = None,
+    ranks: options.RankNumbers = None,
+    shape: options.ShapeFile = None,
     exact_only: ExactOnly = True,
     updates: Updates = None,
     output: options.Output = None,
@@ -65,6 +68,12 @@ def plan(
     [dim]slipstream plan --trace trace.json --cluster cluster.yaml -o strategy.yaml[/dim]
     [dim]slipstream plan --trace trace.json --cluster cluster.yaml --nodes 64 --rate 25gbit[/dim]
 
+    --ranks draws how fast each technique is on more and more ranks, where another one takes over,
+    and what that costs; --shape gives it a model and a machine instead of a trace.
+
+    [dim]slipstream plan --trace trace.json --cluster cluster.yaml --ranks 64..4096[/dim]
+    [dim]slipstream plan --shape shape.yaml --ranks 64,512,4096[/dim]
+
     --to-loss and --for ask for the whole training, not for an iteration: which strategy reaches a
     training loss first, or the lowest loss in a time. --losses are those of short runs.
 
@@ -82,6 +91,14 @@ def plan(
     elsewhere |= {"updates": updates}
     files = {"output": output, "predicted": predicted}
     goal = {"to_loss": to_loss, "for": for_time, "losses": losses}
+    if ranks is not None or shape is not None:
+        context = "--ranks and --shape, which predict each technique on the ranks that they name"
+        estimate = {"memory": memory, "model": model, "length": length}
+        _refuse(context, nodes=nodes, updates=updates, **files, **goal, **estimate)
+        _refuse(context, optimizer=optimizer, dtype=dtype)
+        where: dict[str, Any] = {"ranks_per_node": ranks_per_node, "rate": rate}
+        plan_growth(ranks, shape, **recorded, **where, lossy=not exact_only, as_json=as_json)
+        return
     if memory is not None:
         context = "--memory, which finds the largest batch"
         _refuse(context, **elsewhere, **files, **goal, allow_lossy=not exact_only or None)

@@ -14,6 +14,21 @@ PredictedRanksPerNode = Annotated[
     int | None, Option(min=1, help="Predict for this number of ranks on each.")
 ]
 Rate = Annotated[str | None, Option(help="Predict for links of this rate: 300mbit, 25gbit.")]
+RankNumbers = Annotated[
+    str | None,
+    Option(
+        metavar="N..M|N,M,...",
+        help="Predict each technique on these numbers of ranks: 64..4096 doubles.",
+    ),
+]
+ShapeFile = Annotated[
+    Path | None,
+    Option(
+        metavar="FILE",
+        help="With --ranks: model, batch, machine and parallel sizes instead of a trace; beside "
+        "one, its fabric alone.",
+    ),
+]
 Output = Annotated[
     Path | None, Option("--output", "-o", help="Write the best strategy here: .yaml.")
 ]

@@ -1,0 +1,1 @@
+"""Predictions for thousands of ranks: from a trace, or from the shape of a transformer."""
