@@ -299,7 +299,7 @@ def test_full_yaml_shows_every_setting_in_order():
         "data: {balance: null, cache: null, prefetch: null}\n"
         "checks: {timeout: 60, folder: slipstream-autopsy, nonfinite: raise, every: null, "
         "replay: false}\n"
-        "trace: {steps: null, skip: 2, folder: slipstream-trace}\n"
+        "trace: {steps: null, skip: 2, folder: slipstream-trace, norms: false}\n"
     )
 
 
@@ -367,3 +367,17 @@ def test_load_from_every_source(tmp_path):
 def test_needs_no_torch():
     code = "import sys, slipstream.strategy; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_norms_are_refused_where_ranks_have_no_whole_averages() -> None:
+    for settings in (
+        {"local": {"steps": 4}},
+        {"gradients": {"codec": "int8"}},
+        {"gradients": {"transport": "sharded"}},
+        {"precision": "autocast"},
+    ):
+        with pytest.raises(StrategyError, match=r"trace\.norms with .*plain data parallelism"):
+            Strategy.load({**settings, "trace": {"steps": 5, "norms": True}})
+    with pytest.raises(StrategyError, match=r"trace\.norms with trace\.steps null"):
+        Strategy.load({"trace": {"norms": True}})
+    assert Strategy.load({"trace": {"steps": 5, "norms": True}}).trace.norms
