@@ -70,8 +70,8 @@ def doubts(forecast: LossForecast, found: Sequence[TimeToLoss | LossAfter]) -> l
     if isinstance(of_base, TimeToLoss) and forecast.reach(of_base) > FAR:
         return [
             f"the baseline needs some {of_base.updates.middle:,.0f} updates, "
-            f"{forecast.reach(of_base):.0f} times those of the calibration: intervals were held to "
-            "measurements up to 4 times"
+            f"{forecast.reach(of_base):.0f} times those of the calibration: nobody has "
+            "held an interval to a measurement so far out"
         ]
     return []
 

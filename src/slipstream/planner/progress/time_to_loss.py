@@ -202,16 +202,16 @@ class LossForecast:
                 f"so; allowed: more than that, and less than {self._end:.4g}"
             )
         found: list[TimeToLoss] = []
-        baseline: Array | None = None
+        own = _seconds(timed[0])
         for one in timed:
             delay, source = self.delay(one.strategy), self.source(one.strategy)
             if delay is None or source is None:
                 continue
-            updates = delay.updates_for(dense)
-            time = updates * _seconds(one)
-            baseline = time if baseline is None else baseline
-            with np.errstate(invalid="ignore"):
-                ratio = np.where(np.isinf(baseline), 1.0, time / baseline)
+            updates, seconds = delay.updates_for(dense), _seconds(one)
+            time = updates * seconds
+            with np.errstate(invalid="ignore"):  # what is never reached: the ratio far out
+                of_updates = np.where(np.isinf(dense), delay.ratios, updates / dense)
+            ratio = of_updates * seconds / own
             found.append(
                 TimeToLoss(
                     one.strategy,
