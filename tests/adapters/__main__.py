@@ -32,8 +32,8 @@ def main() -> None:
         ):
             found[framework, name] = verdict
             print(f"{framework:10} | {name:58} | {verdict.outcome:8} | {verdict.text}", flush=True)
-    if given.write:
-        PAGE.write_text(render(read() | found))
+            if given.write:  # at once: a run that is broken off keeps what it found
+                PAGE.write_text(render(read() | found))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 
 from slipstream.adapters.fsdp2_checks import check_strategy, check_units
-from slipstream.adapters.fsdp2_reduce import Reducer, Scatter
+from slipstream.adapters.fsdp2_reduce import Reducer, UnitReduceScatter
 from slipstream.adapters.fsdp2_state import load_state, state_of
 from slipstream.adapters.fsdp2_trace import FsdpTracer
 from slipstream.adapters.fsdp2_units import Unit, comm_of, compressor_of, units_of
@@ -105,7 +105,7 @@ class FsdpExchange:
         for unit in self._units:
             unit.compressor = compressor_of(strategy.gradients.codec, unit)
         for unit in self._units:
-            unit.module.set_custom_reduce_scatter(Scatter(self._reducer, unit))
+            unit.module.set_custom_reduce_scatter(UnitReduceScatter(self._reducer, unit))
             if self._tracer is not None:
                 gather = self._tracer.gather(unit.name, unit.group._all_gather_comm)
                 unit.module.set_custom_all_gather(gather)
@@ -188,7 +188,7 @@ class FsdpExchange:
             for name, module in self._model.named_modules()
             if isinstance(module, FSDPModule)
             for group in module._get_fsdp_state()._fsdp_param_groups
-            if not isinstance(group._reduce_scatter_comm, Scatter)
+            if not isinstance(group._reduce_scatter_comm, UnitReduceScatter)
         ]
         if lost:
             raise UsageError(
@@ -234,7 +234,7 @@ class FsdpExchange:
         if self._tracer is not None:
             self._tracer.close()
         for unit in self._units:
-            if isinstance(comm_of(unit), Scatter):
+            if isinstance(comm_of(unit), UnitReduceScatter):
                 unit.module.set_custom_reduce_scatter(DefaultReduceScatter())
             if self._tracer is not None and self._tracer.gathers(unit.group._all_gather_comm):
                 unit.module.set_custom_all_gather(DefaultAllGather())

@@ -169,7 +169,7 @@ class Reducer:
         self._tracer, self.under_way = None, 0
 
 
-class Scatter(ReduceScatterComm):
+class UnitReduceScatter(ReduceScatterComm):
     """The reduce-scatter of a unit, as FSDP2 calls it."""
 
     def __init__(self, reducer: Reducer, unit: Unit) -> None:

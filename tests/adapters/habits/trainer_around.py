@@ -270,8 +270,7 @@ def inits(given: Given) -> Noted:
 
 @habit("hyperparameter_search")
 def searches(given: Given) -> Noted:
-    import optuna
-
+    optuna = hf("optuna")  # which the tests do not install, only who makes the page
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     script = Script(given, model_init=lambda: Scored(), eval_dataset=rows(16), num_train_epochs=1)
     best = script.t.hyperparameter_search(
