@@ -253,7 +253,8 @@ class Tuner:
             if seconds is not None:
                 measured.append(_Measured(seconds, strategy))
         measured.sort(key=lambda one: one.seconds)
-        return self._choose(measured, baseline, "no codec was faster: the baseline stays")
+        found = "no codec was faster" if measured else "no codec was measured (see the trials)"
+        return self._choose(measured, baseline, f"{found}: the baseline stays")
 
     def _reason_to_stop(self, expected: float, best: float, noise: float, enough: bool) -> str:
         """Why this candidate and those after it are not measured; empty: measure it."""
