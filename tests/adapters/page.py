@@ -42,7 +42,7 @@ where a script calls the wrapper. The comparison gives the Trainer's ranks the f
 
 
 def render(verdicts: Mapping[tuple[str, str], Verdict]) -> str:
-    """The page; habits of several frameworks come first."""
+    """The page; habits of several frameworks come first, those of one by name."""
     counts = Counter(verdict.outcome for verdict in verdicts.values())
     words = ", ".join(f"{counts[o]} {o}" for o in ("equal", "refused", "fails", "wrong"))
     lines = [HEAD.format(command=COMMAND, total=len(verdicts), counts=words)]
@@ -76,7 +76,7 @@ def read() -> Verdicts:
 def _names() -> Iterator[str]:
     of = habits()
     names = [*dict.fromkeys(name for framework in FRAMEWORKS for name in of[framework])]
-    yield from sorted(names, key=lambda name: -sum(name in own for own in of.values()))
+    yield from sorted(names, key=lambda name: (-sum(name in own for own in of.values()), name))
 
 
 def _mark(verdict: Verdict, notes: dict[str, dict[str, str]]) -> str:
