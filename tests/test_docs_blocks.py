@@ -19,9 +19,21 @@ from tests.harness.ranks import Ranks
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = (
+    *("README.md", "docs/data.md", "docs/how-do-i.md", "docs/optim.md", "docs/precision.md"),
+    "docs/session.md",
+)
+SESSION = """
+session = slipstream.accelerate(model, optimizer, DataLoader(torch.ones(8, 4), batch_size=4))
+"""
+SAVED = f"{SESSION}slipstream.write_checkpoint(session.checkpoint(), 'checkpoint.pt')\n"
+BEFORE = {f"docs/session.md:{number}": SESSION for number in (1, 2, 3)} | {
+    "docs/session.md:4": SAVED
+}
+"""What a block presumes of the one before it on its page."""
 BLOCKS = {
-    f"{name}:{number}": block
-    for name in ("README.md", "docs/data.md", "docs/how-do-i.md")
+    f"{name}:{number}": BEFORE.get(f"{name}:{number}", "") + block
+    for name in PAGES
     for number, block in enumerate(BLOCK.findall((ROOT / name).read_text()))
 }
 
@@ -45,6 +57,10 @@ class Outputs(nn.Module):
         return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 5))
 
 
+def mean_loss(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
 def what_a_page_presumes(text: str) -> dict[str, Any]:
     """The names that its blocks leave to the reader."""
     model, dataset = nn.Linear(4, 1), Rows()
@@ -60,8 +76,10 @@ def what_a_page_presumes(text: str) -> dict[str, Any]:
         "files": [1, 2, 3],
         "g": torch.Generator(),
         "lengths": list(map(len, texts)),
-        "loss_fn": mse_loss,
-        "mean_loss": lambda output: output.square().mean(),
+        "loss_fn": lambda out, target=None: (
+            mean_loss(out) if target is None else mse_loss(out, target)
+        ),
+        "mean_loss": mean_loss,
         "mean_loss_per_token": lambda model, batch: model(batch).square().mean(),
         "model": Outputs() if "input_ids" in text else model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
@@ -106,11 +124,12 @@ def test_a_block_runs_as_it_is_written(two: Ranks, name: str, tmp_path: Path) ->
     if "cache" in BLOCKS[name]:
         pytest.importorskip("lmdb")
     text = BLOCKS[name].replace("workers=2", "threads=True")  # ranks of the tests start no process
-    text = text.replace('"runs/a"', f'"{tmp_path}"')
+    text = text.replace('"runs/a"', f'"{tmp_path}"').replace("checkpoint.pt", f"{tmp_path}/saved")
+    text = text.replace("strategy.yaml", "exact").replace("GradScaler()", "GradScaler('cpu')")
     alone = run(text)
     first, second = two.run(run, text, connect=False)
     assert first == second
-    if "session" in text:
+    if "backward(" in text:
         torch.manual_seed(0)
         before = [float(v) for p in nn.Linear(4, 1).parameters() for v in p.detach().flatten()]
         assert first != before

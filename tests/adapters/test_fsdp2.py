@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from slipstream.adapters.fsdp2 import CODECS, REFUSED, accelerate_fsdp, check_device
+from slipstream.adapters.fsdp2 import accelerate_fsdp
+from slipstream.adapters.fsdp2_checks import REFUSED, check_device
 from slipstream.advisor.advise import advise
 from slipstream.analysis.breakdown import breakdown
 from slipstream.analysis.summary import summary
@@ -35,6 +36,7 @@ from slipstream.errors import (
 from slipstream.planner.forecast import Forecast
 from slipstream.report.report import html
 from slipstream.strategy import HalfConfig, Strategy
+from slipstream.strategy.codec import SCATTERED
 from slipstream.trace import chrome
 from slipstream.trace.event import exchange_order
 from slipstream.trace.timeline import timeline
@@ -470,7 +472,7 @@ def test_the_page_says_of_each_setting_what_becomes_of_it() -> None:
     ]
     assert sorted(rows) == sorted(settings)
     assert {n: r.removeprefix("refused: ") for n, r in rows.items() if "refused" in r} == REFUSED
-    kinds = [f"`{codec.model_fields['kind'].default}`" for codec in CODECS]
+    kinds = [f"`{codec.model_fields['kind'].default}`" for codec in SCATTERED]
     assert all(kind in rows["gradients.codec"] for kind in kinds)
 
 

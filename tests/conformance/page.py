@@ -34,6 +34,7 @@ Each technique was trained on two ranks beside each habit of users below, three 
 tiny model on a CPU, and compared with plain torch in one process on the batches of all ranks: the
 parameters, the buffers and what the habit looks at. `{command}`
 makes this page; the suite runs some of its rows and fails where a cell of theirs is wrong.
+The same for scripts of other frameworks: [conformance of the adapters](adapters-conformance.md).
 
 - `=` **equal**: within what the technique promises. Exact ones to {exact}, as far as the order of
   sums goes in fp32; lossy ones within the bound beside their name, a part of the way that

@@ -13,7 +13,9 @@ from slipstream.errors import LaunchError, TraceError
 from slipstream.planner.search.label import label
 from slipstream.planner.search.ranking import Prediction
 from slipstream.strategy import Strategy
+from slipstream.strategy.codec import SCATTERED
 from slipstream.trace import Trace
+from slipstream.trace.event import FULLY_SHARD
 from slipstream.tuner.exact_search import UPDATES, open_strategy
 from slipstream.tuner.measured_choices import MEASURED_CHOICES, with_settings
 from slipstream.tuner.significance import LEAST_PAIRS, MOST_PAIRS
@@ -88,6 +90,34 @@ class Script:
             clock=lambda: self.clock,
         )
         return self.tuner.tune()
+
+
+# FSDP2.
+
+
+def under_fully_shard(truth: Mapping[Strategy, Any]) -> Script:
+    script = Script(truth)
+    script.trace = Trace(TRACE.events, TRACE.meta | {"engine": FULLY_SHARD})
+    return script
+
+
+def test_under_fully_shard_codecs_are_measured_alone() -> None:
+    codecs = [BASE.with_gradients(codec=codec()) for codec in SCATTERED]
+    script = under_fully_shard(
+        {BASE: 1.0} | dict(zip(codecs, (0.9, 0.7, "fails", 1.2), strict=True))
+    )
+    tuned = script.tune(guesses={}, choices=MEASURED_CHOICES)
+    assert script.runs[:5] == [BASE, *codecs]
+    assert tuned.strategy == codecs[1]
+    assert re.search(r"int8.* \(lossy\) is 30\.0% faster than the baseline", tuned.verdict)
+
+
+def test_under_fully_shard_nothing_exact_is_open() -> None:
+    script = under_fully_shard({BASE: 1.0})
+    tuned = script.tune(choices=MEASURED_CHOICES)
+    assert (script.runs, tuned.strategy) == ([BASE], BASE)
+    assert "codecs are the only choice, and they are lossy" in tuned.verdict
+    assert "--allow-lossy" in tuned.verdict
 
 
 # The exact choice.

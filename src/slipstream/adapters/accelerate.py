@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils.dataclasses import DistributedType
+from accelerate.utils.dataclasses import DDPCommunicationHookType, DistributedType
 from torch import nn
 
-from slipstream.adapters.opening import GivenStrategy, open_session, several
+from slipstream.adapters.opening import SESSION_FILE, GivenStrategy, open_session, several
 from slipstream.errors import UsageError
 from slipstream.session.session import Session
 
@@ -34,8 +35,9 @@ class Accelerator(accelerate.Accelerator):
         session: of the model; None before ``prepare()``.
 
     Raises:
-        UsageError: several models or optimizers, another kind of parallelism, gradients that
-            Accelerate and the strategy both accumulate.
+        UsageError: another kind of parallelism, a communication hook of
+            DistributedDataParallel, gradients that Accelerate and the strategy both accumulate.
+        ModelError: several models or optimizers.
 
     Exactness: that of the strategy.
 
@@ -64,6 +66,15 @@ class Accelerator(accelerate.Accelerator):
                 f"Accelerate runs {self.distributed_type.value}; a session takes the place of "
                 "DistributedDataParallel alone: leave DeepSpeed, FSDP and others out of its "
                 "configuration, or slipstream out of the script"
+            )
+        hook = (
+            DDPCommunicationHookType.NO if self.ddp_handler is None else self.ddp_handler.comm_hook
+        )
+        if hook != DDPCommunicationHookType.NO:
+            raise UsageError(
+                f"DistributedDataParallelKwargs(comm_hook={hook.value!r}) is for "
+                "DistributedDataParallel, which a session replaces: leave it out; codecs are in "
+                "the strategy: gradients: {codec: half}"
             )
         self.session: Session[Any, Any] | None = None
         self._strategy = strategy
@@ -143,10 +154,48 @@ class Accelerator(accelerate.Accelerator):
         self.unscale_gradients()
         return session.clip_grad_norm_(max_norm)
 
+    @contextmanager
+    def join_uneven_inputs(
+        self, joinables: Any, even_batches: bool | None = None
+    ) -> Iterator[None]:
+        """Change nothing: all ranks get as many batches.
+
+        Raises:
+            UsageError: they do not, as ``even_batches`` is off.
+        """
+        if not (self.even_batches if even_batches is None else even_batches):
+            raise UsageError(
+                "join_uneven_inputs() with even_batches=False: a session has no wrapper that could "
+                "join ranks whose batches are over; allowed: even_batches=True, which gives every "
+                "rank as many"
+            )
+        yield
+
     def save_state(self, *arguments: Any, **named: Any) -> Any:
-        """Save the parameters that evaluate best, and the session's state; on all ranks."""
-        with nullcontext() if self.session is None else self.session.evaluating():
+        """Save the parameters that evaluate best, and the session's state; on all ranks.
+
+        Raises:
+            UsageError: inside an accumulation window, whose gradients no checkpoint holds.
+        """
+        if self.session is None:
             return super().save_state(*arguments, **named)
+        with self.session.evaluating():
+            state = self.session.state_dict()  # first: it refuses before a file is there
+            folder = super().save_state(*arguments, **named)
+        self.save(state, Path(folder, SESSION_FILE))
+        return folder
+
+    def load_state(self, *arguments: Any, **named: Any) -> None:
+        """Load a checkpoint of this or of a plain Accelerator, which has no state of a session."""
+        folders: list[str] = []
+        hook = self.register_load_state_pre_hook(lambda _, folder: folders.append(folder))
+        try:
+            super().load_state(*arguments, **named)
+        finally:
+            hook.remove()
+        file = Path(folders[0], SESSION_FILE)
+        if self.session is not None and file.is_file():
+            self.session.load_state_dict(torch.load(file, map_location="cpu"))
 
     def close(self, *error: Any) -> None:
         """Close the session; all ranks call it. ``prepare()`` may open another afterwards.
@@ -157,8 +206,6 @@ class Accelerator(accelerate.Accelerator):
         session, self.session = self.session, None
         self._to_train, self._to_step = [], []
         if session is not None:
-            if session in self._custom_objects:
-                self._custom_objects.remove(session)
             session.__exit__(*(error or (None, None, None)))
 
     def end_training(self) -> None:
@@ -172,6 +219,8 @@ class Accelerator(accelerate.Accelerator):
         return super().free_memory(*objects)
 
     def _open(self) -> None:
+        if self.ddp_handler is not None and not self.ddp_handler.broadcast_buffers:
+            _check_buffers(self._to_train[0])
         self.session = open_session(
             self._to_train[0],
             self._to_step[0],
@@ -180,7 +229,6 @@ class Accelerator(accelerate.Accelerator):
             accumulation="gradient_accumulation_steps",
             precision=f"mixed_precision {self.mixed_precision!r}" if self.native_amp else None,
         )
-        self.register_for_checkpointing(self.session)
 
     def _opened(self, call: str) -> Session[Any, Any]:
         if self.session is None:
@@ -201,6 +249,21 @@ class _GatheredOptimizer(AcceleratedOptimizer):
         if session is None or session.optimizer is not self.optimizer:
             return dict(super().state_dict())
         return dict(session.checkpoint("optimizer")["optimizer"])
+
+
+def _check_buffers(model: nn.Module) -> None:
+    """Refuse buffers that are to differ between ranks.
+
+    Raises:
+        UsageError: there are some with values that training changes.
+    """
+    kept = model.state_dict()
+    changing = [name for name, b in model.named_buffers() if b.is_floating_point() and name in kept]
+    if changing:
+        raise UsageError(
+            f"broadcast_buffers=False with {changing[0]}: a session gives all ranks the buffers of "
+            "the first rank, as DistributedDataParallel does by default: leave it out"
+        )
 
 
 _DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)

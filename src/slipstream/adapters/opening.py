@@ -18,6 +18,10 @@ GivenStrategy = Strategy | Mapping[str, Any] | str | Path | None
 """A strategy as ``slipstream.accelerate`` takes it."""
 
 
+SESSION_FILE = "session.pt"
+"""In a checkpoint of a framework, beside the model's, the optimizer's and the scheduler's files."""
+
+
 def open_session(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

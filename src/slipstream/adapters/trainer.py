@@ -11,10 +11,7 @@ import transformers
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from slipstream.adapters.accelerate import Accelerator
-from slipstream.adapters.opening import GivenStrategy
-
-SESSION_NAME = "session.pt"
-"""In a checkpoint of the Trainer, beside the model's, optimizer's and scheduler's files."""
+from slipstream.adapters.opening import SESSION_FILE, GivenStrategy
 
 
 class SessionTrainer(transformers.Trainer):
@@ -92,7 +89,7 @@ class SessionTrainer(transformers.Trainer):
             folder = Path(output_dir)
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(state["optimizer"], folder / OPTIMIZER_NAME)
-            torch.save(state["session"], folder / SESSION_NAME)
+            torch.save(state["session"], folder / SESSION_FILE)
             assert self.lr_scheduler is not None
             torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
 
@@ -102,7 +99,7 @@ class SessionTrainer(transformers.Trainer):
         if session is None or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        folder, names = Path(checkpoint), {"optimizer": OPTIMIZER_NAME, "session": SESSION_NAME}
+        folder, names = Path(checkpoint), {"optimizer": OPTIMIZER_NAME, "session": SESSION_FILE}
         files = {part: folder / name for part, name in names.items()}
         state = {p: torch.load(f, map_location="cpu") for p, f in files.items() if f.is_file()}
         session.restore(state)

@@ -137,6 +137,10 @@ class OneBitConfig(CodecVariant, kind="onebit", exactness="lossy"):
     """Updates that send gradients uncompressed first: early gradients change too fast."""
 
 
+SCATTERED: tuple[type[CodecVariant], ...] = (HalfConfig, Int8Config, Int4Config, OneBitConfig)
+"""Codecs that can carry a reduce-scatter: each rank gets its part of the sum alone."""
+
+
 class DgcConfig(CodecVariant, kind="dgc", exactness="lossy"):
     """Only the largest values travel; the others accumulate until they are large (DGC).
 

@@ -19,6 +19,9 @@ file.
    the paired ratios is below 1 with a confidence of 95 % (with fewer than six pairs: if it was
    faster in every pair). Else the choice of step 2 stays, so tuning never ends with something
    slower.
+
+A training under torch's ``fully_shard`` takes no other setting than a codec: there codecs, if lossy
+strategies are allowed, are measured one after another, and steps 2 to 4 are left out.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ from slipstream.errors import LaunchError, TraceError
 from slipstream.planner.search.label import label
 from slipstream.planner.search.ranking import Prediction, exactness
 from slipstream.strategy import Strategy, late_by
+from slipstream.strategy.codec import SCATTERED
 from slipstream.trace import Trace
+from slipstream.trace.event import FULLY_SHARD
 from slipstream.tuner.exact_search import (
     RESERVE,
     UPDATES,
@@ -112,6 +117,8 @@ class Tuner:
         self._deadline = self.clock() + self.budget
         self._log = TrialLog(self.base, self.notify, self.updates)
         first = self._baseline()
+        if first.trace.meta.get("engine") == FULLY_SHARD:
+            return self._codecs_of_fully_shard(first)
         exact, verdict = self._search(first)
         measured = self._measure_lossy(exact, first)
         measured = self._measure_choices(measured, exact, first)
@@ -223,6 +230,31 @@ class Tuner:
                 best = _Measured(seconds, strategy)
                 measured = [best, *measured]
         return measured
+
+    def _codecs_of_fully_shard(self, first: Measurement) -> Tuned:
+        """Choose between the baseline and what codecs bring, which nothing predicts here."""
+        self._log.note(self.base, None, first, "the baseline")
+        baseline = _Measured(first.seconds, self.base)
+        only = "under fully_shard codecs are the only choice"
+        if self.predict is None:
+            lossy = f"{only}, and they are lossy: the baseline stays; --allow-lossy tries them"
+            return self._choose([], baseline, lossy)
+        measured: list[_Measured] = []
+        for codec in SCATTERED:
+            strategy = self.base.with_gradients(codec=codec())
+            if strategy == self.base:
+                continue
+            if self._left() < self._longest * RESERVE + self._comparison():
+                self._log.note(strategy, None, None, KEPT_BACK)
+                continue
+            self.doing(label(strategy))
+            outcome = self._run(strategy, keep=self._comparison())
+            seconds = self._log.note(strategy, None, outcome, only)
+            if seconds is not None:
+                measured.append(_Measured(seconds, strategy))
+        measured.sort(key=lambda one: one.seconds)
+        found = "no codec was faster" if measured else "no codec was measured (see the trials)"
+        return self._choose(measured, baseline, f"{found}: the baseline stays")
 
     def _reason_to_stop(self, expected: float, best: float, noise: float, enough: bool) -> str:
         """Why this candidate and those after it are not measured; empty: measure it."""

@@ -1,0 +1,104 @@
+"""The calls of ``fully_shard`` in a model: parameters that are gathered, and reduced, together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from slipstream.codecs import Int8Codec, OneBitCodec, Ranks, ScatterCompressor
+from slipstream.codecs.int4 import Int4Codec
+from slipstream.errors import ModelError
+from slipstream.strategy import CodecVariant, Int4Config, Int8Config, OneBitConfig
+
+
+@dataclass(eq=False, slots=True)
+class Unit:
+    """A call of ``fully_shard``: parameters that are gathered, and reduced, together.
+
+    Attributes:
+        name: path of its module; of the model its class.
+        module: its comms are set on.
+        group: torch's state of the parameters.
+        ranks: that share them.
+        paths: of all modules of the model.
+        compressor: of its gradients; None: they travel as they are, or in half.
+    """
+
+    name: str
+    module: FSDPModule
+    group: FSDPParamGroup
+    ranks: Ranks
+    paths: Mapping[nn.Module, str]
+    compressor: ScatterCompressor | None = None
+
+    @property
+    def trainable(self) -> list[str]:
+        """Paths of the parameters that get gradients now."""
+        return [self.path(p) for p in self.group.fsdp_params if p.sharded_param.requires_grad]
+
+    @property
+    def width(self) -> int:
+        """Values of a rank's part of the gradients, where every trainable parameter has one."""
+        params = [p for p in self.group.fsdp_params if p.sharded_param.requires_grad]
+        return sum(p.padded_sharded_param_size.numel() for p in params)
+
+    def path(self, param: FSDPParam) -> str:
+        """The path of a parameter in the model."""
+        info = param._module_info
+        return f"{self.paths[info.module]}.{info.param_name}".removeprefix(".")
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """The calls of ``fully_shard`` inside a model that have parameters of their own."""
+    found: dict[int, Unit] = {}
+    paths = {module: name for name, module in model.named_modules()}
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        # torch tells nowhere else what a module's comms are, and which ranks share it (2.13).
+        state = module._get_fsdp_state()
+        groups: Sequence[FSDPParamGroup] = state._fsdp_param_groups
+        name = name or type(model).__name__.removeprefix("FSDP")
+        if len(groups) > 1:
+            raise ModelError(
+                f"{name}: fully_shard put its parameters on {len(groups)} meshes "
+                "(shard_placement_fn); allowed: one, as torch takes no reduce-scatter of others "
+                "for several"
+            )
+        for group in groups:
+            if not isinstance(group.mesh_info, FSDPMeshInfo):
+                raise ModelError(
+                    f"{name}: its parameters are replicated, and nothing is reduce-scattered; "
+                    "allowed: modules under fully_shard"
+                )
+            shared = group._reduce_scatter_process_group
+            ranks = Ranks(dist.get_rank(shared), dist.get_world_size(shared))
+            found.setdefault(id(state), Unit(name, module, group, ranks, paths))
+    return list(found.values())
+
+
+def comm_of(unit: Unit) -> object:
+    """The reduce-scatter that torch calls."""
+    return unit.group._reduce_scatter_comm
+
+
+def compressor_of(codec: CodecVariant | None, unit: Unit) -> ScatterCompressor | None:
+    """The compressor of a unit's gradients; None: they travel as they are, or in half."""
+    seed = crc32(unit.name.encode())
+    match codec:
+        case Int8Config():
+            coding = Int8Codec(codec.block, codec.rounding)
+            return ScatterCompressor(coding, unit.ranks, feedback=codec.error_feedback, seed=seed)
+        case Int4Config():
+            return ScatterCompressor(Int4Codec(codec.block), unit.ranks, feedback=True, seed=seed)
+        case OneBitConfig():
+            return ScatterCompressor(OneBitCodec(codec.block), unit.ranks, feedback=True, seed=seed)
+    return None
