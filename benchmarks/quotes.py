@@ -547,19 +547,20 @@ def time_to_loss(every: Results) -> str:
     missed = [
         words
         for kept, words in (
-            (found["tau"] >= 0.8, "the order"),
+            ((found["tau"] or 0) >= 0.8, "the order"),
             (found["regret"] is not None and found["regret"] <= 0.1, "the first choice"),
-            (0.75 <= found["holds"] <= 0.9, "the intervals"),
+            (0.75 <= (found["holds"] or 0) <= 0.9, "the intervals"),
         )
         if not kept
     ]
     bars = f"; missed: {', '.join(missed)}" if missed else "; all three are kept"
+    tau, forecast = (found[name] or 0.0 for name in ("tau", "tau_forecast"))
+    holds, ratios = (found[name] or 0.0 for name in ("holds", "holds_ratio"))
     return (
-        f"Kendall's tau of predicted against measured time is {found['tau']:.2f} over "
-        f"{found['pairs']} pairs that are told apart (bar: 0.8; {found['tau_forecast']:.2f} where "
-        f"seconds are `plan`'s forecast), the predicted first {regret} (bar: 10 %), and "
-        f"{found['holds']:.0%} of the measured times lie in their interval of 80 % (bar: 75 to "
-        f"90 %), {found['holds_ratio']:.0%} of those over the baseline's{bars} "
+        f"Kendall's tau of predicted against measured time is {tau:.2f} over {found['pairs']} pairs "
+        f"that are told apart (bar: 0.8; {forecast:.2f} where seconds are `plan`'s forecast), the "
+        f"predicted first {regret} (bar: 10 %), and {holds:.0%} of the measured times lie in their "
+        f"interval of 80 % (bar: 75 to 90 %), {ratios:.0%} of those over the baseline's{bars} "
         f"([every row]({PAGE}#time-to-loss-{entry['date']}))"
     )
 

@@ -13,12 +13,12 @@ rounds of ``local``. The first CALIBRATED rounds are the calibration's; what cou
 rounds after these. Beside them stands what `slipstream plan` would forecast from a trace of the
 baseline and the measured network.
 
-*Targets* are the losses of the baseline after 3 and 4 times the updates of the calibration. A
-loss is reached where the mean over the updates from ``u / 1.15`` to ``1.15 u`` is there; its
-interval is that at one standard error of this mean. Where it is not reached in the run, the time is
-only known to be longer. Kendall's tau counts pairs of strategies on one testbed that the
-measurement tells apart: their intervals do not overlap. Regret is the measured time of the first
-choice over the least.
+*Targets* are the losses of the baseline after 3 and 4 times the updates of the calibration. A loss
+is reached where the mean over the updates from ``u / 1.15`` to ``1.15 u`` is there; its interval is
+that at one standard error of this mean, of the noise that the baseline has not. Where it is not
+reached in the run, the time is only known to be longer. Kendall's tau counts pairs of strategies on
+one testbed that the measurement tells apart: their intervals do not overlap. Regret is the measured
+time of the first choice over the least.
 """
 
 from __future__ import annotations
@@ -229,10 +229,17 @@ def smoothed(losses: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
     return np.array([(total[stop] - total[start]) / (stop - start) for start, stop in ends])
 
 
-def reached(losses: Sequence[float], target: float) -> tuple[float, float, float]:
+def noise_between(losses: Sequence[float], baseline: Sequence[float]) -> float:
+    """Standard deviation of an update's loss around the baseline's on the same batches: what is
+    common to both tells no strategies apart."""
+    batches = len(baseline) // len(losses)
+    common = np.asarray(baseline[: len(losses) * batches]).reshape(-1, batches).mean(1)
+    return noise_of(np.asarray(losses) - common)
+
+
+def reached(losses: Sequence[float], target: float, noise: float) -> tuple[float, float, float]:
     """Updates to a loss: at one standard error less, at it, and at one more; infinite: never."""
     means = smoothed(losses)
-    noise = noise_of(np.asarray(losses))
     updates = np.arange(2, len(means) + 2)
     errors = noise / np.sqrt(updates * (WIDE - 1 / WIDE))
 
@@ -279,11 +286,11 @@ def compare(
         chosen.append(next(name for name, one in strategies.items() if one == first))
         by_strategy = {one.strategy: one for one in found}
         scaled = {one.strategy: one for one in by_noise.to_loss(target, timed)}
-        base = reached(losses[BASELINE], target)[1] * quartiles(late[BASELINE])[1]
+        base = reached(losses[BASELINE], target, 0.0)[1] * quartiles(late[BASELINE])[1]
         for name, strategy in strategies.items():
             one = by_strategy[strategy]
             own = losses[shared[mathematics(strategy)]]
-            updates = reached(own, target)
+            updates = reached(own, target, noise_between(own, losses[BASELINE]))
             is_reached = not isinf(updates[1])
             if not is_reached:
                 updates = (len(own) / WIDE, inf, inf)
@@ -340,17 +347,17 @@ class Figures:
         holds_ratio: the same of the time over the baseline's.
     """
 
-    tau: float
+    tau: float | None
     pairs: int
-    tau_forecast: float
+    tau_forecast: float | None
     regret: float | None
     regret_of_choice: float | None
-    holds: float
-    holds_ratio: float
+    holds: float | None
+    holds_ratio: float | None
 
 
 def figures(rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, str]) -> Figures:
-    """Compute the figures of all rows.
+    """Compute the figures of all rows; None of what there is nothing to tell from.
 
     Args:
         rows: of all testbeds and targets.
@@ -380,14 +387,18 @@ def figures(rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, str]) -> Fig
     others = [row for row in known if row["strategy"] != BASELINE]
     ratios = [_within(row["measured_ratio"], row["ratio"]) for row in others]
     return Figures(
-        tau=fmean(agree),
+        tau=_mean(agree),
         pairs=len(agree),
-        tau_forecast=fmean(agree_forecast or [0]),
+        tau_forecast=_mean(agree_forecast),
         regret=None if isinf(max(regrets)) else max(regrets),
         regret_of_choice=None if isinf(max(of_choice)) else max(of_choice),
-        holds=fmean(holds),
-        holds_ratio=fmean(ratios),
+        holds=_mean(holds),
+        holds_ratio=_mean(ratios),
     )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
 
 
 def told_apart(one: Sequence[float | None], other: Sequence[float | None]) -> int:
@@ -419,7 +430,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS])
     parser.add_argument("--rates", nargs="+", default=RATES)
-    parser.add_argument("--updates", type=int, default=1300, help="of the baseline's whole run")
+    parser.add_argument("--updates", type=int, default=1400, help="of the baseline's whole run")
     parser.add_argument("--calibration", type=int, default=220, help="updates that are calibration")
     parser.add_argument("--times", type=int, nargs="+", default=TIMES)
     parser.add_argument("--rounds", type=int, default=4, help="that count, at each rate")

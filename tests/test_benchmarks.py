@@ -229,10 +229,12 @@ def test_times_to_a_loss_are_held_to_what_the_measurement_knows() -> None:
     assert found.regret_of_choice == pytest.approx(100 / 52 - 1)
     assert found.holds == pytest.approx(2 / 3)
     losses = [1 + 4 / update**0.5 for update in range(1, 400)]
-    low, middle, high = time_to_loss.reached(losses, 1 + 4 / 200**0.5)
+    low, middle, high = time_to_loss.reached(losses, 1 + 4 / 200**0.5, 0.1)
     assert low <= middle <= high
     assert middle == pytest.approx(200, abs=2)
-    assert time_to_loss.reached(losses, 0.5) == (float("inf"),) * 3
+    assert time_to_loss.reached(losses, 0.5, 0.1) == (float("inf"),) * 3
+    hard = [0.5, -0.5] * 200
+    assert time_to_loss.noise_between([1.0] * 200, [1 + one for one in hard]) == 0
     settings = {"ranks": 4, "updates": 400, "calibration": 60, "rounds": 2, "chosen": {}}
     entry = {**settings, "figures": asdict(found), "rows": rows, "date": "2026-01-01"}
     entry |= {"versions": {"torch": "2"}, "commit": "1", "command": "c"}

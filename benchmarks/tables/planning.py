@@ -325,12 +325,12 @@ def time_to_loss(entry: Entry) -> Result:
     words = (
         f"{entry['ranks']} ranks; a calibration of {entry['calibration']} updates, losses of the "
         f"baseline after 3 and 4 times as many, in a run of {entry['updates']}; {entry['rounds']} "
-        f"turns of each strategy at each rate. Kendall's tau {found['tau']:.2f} of "
-        f"{found['pairs']} pairs told apart ({found['tau_forecast']:.2f} where plan forecasts the "
-        f"seconds); the predicted first takes at most {_regret(found['regret'])} the best, "
+        f"turns of each strategy at each rate. Kendall's tau {_tau(found['tau'])} of "
+        f"{found['pairs']} pairs told apart ({_tau(found['tau_forecast'])} where plan forecasts "
+        f"the seconds); the predicted first takes at most {_regret(found['regret'])} the best, "
         f"what is recommended at most {_regret(found['regret_of_choice'])} it; "
-        f"{found['holds']:.0%} of the measured times lie in their interval of 80 %, and "
-        f"{found['holds_ratio']:.0%} of those over the baseline's."
+        f"{_part(found['holds'])} of the measured times lie in their interval of 80 %, and "
+        f"{_part(found['holds_ratio'])} of those over the baseline's."
     )
     columns = (
         "task", "rate", "times the calibration", "strategy", "updates", "predicted", "s",
@@ -353,6 +353,14 @@ def time_to_loss(entry: Entry) -> Result:
     parts: list[str | Table] = [measured_with(entry, words), Table(columns, rows)]
     parts.append(Table(("task, rate, times", "recommended"), choices))
     return Result(f"Time to loss, {entry['date']}", parts)
+
+
+def _tau(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.2f}"
+
+
+def _part(value: float | None) -> str:
+    return "an unknown part" if value is None else f"{value:.0%}"
 
 
 def _regret(part: float | None) -> str:
