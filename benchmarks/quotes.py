@@ -557,8 +557,9 @@ def time_to_loss(every: Results) -> str:
     tau, forecast = (found[name] or 0.0 for name in ("tau", "tau_forecast"))
     holds, ratios = (found[name] or 0.0 for name in ("holds", "holds_ratio"))
     return (
-        f"Kendall's tau of predicted against measured time is {tau:.2f} over {found['pairs']} pairs "
-        f"that are told apart (bar: 0.8; {forecast:.2f} where seconds are `plan`'s forecast), the "
+        f"Kendall's tau of predicted against measured time is {tau:.2f} over "
+        f"{found['pairs']} pairs that are told apart (bar: 0.8; {forecast:.2f} where seconds are "
+        "`plan`'s forecast), the "
         f"predicted first {regret} (bar: 10 %), and {holds:.0%} of the measured times lie in their "
         f"interval of 80 % (bar: 75 to 90 %), {ratios:.0%} of those over the baseline's{bars} "
         f"([every row]({PAGE}#time-to-loss-{entry['date']}))"
