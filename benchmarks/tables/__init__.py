@@ -34,6 +34,7 @@ TABLES: Mapping[str, Callable[[Entry], Result]] = {
     "precision": training.precision,
     "prediction": planning.prediction,
     "recompute": computing.recompute,
+    "shared_cores": planning.shared_cores,
     "soak": training.soak,
     "tensor_parallel": computing.tensor_parallel,
     "times": planning.times,

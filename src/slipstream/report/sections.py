@@ -179,7 +179,7 @@ def _part_by_part(prediction: RecordedRun, measured: RecordedRun) -> str:
 def _with_interval(one: Comparison, unit: TimeUnit) -> str:
     if one.interval is None:
         return unit(one.predicted)
-    low, high = map(unit, one.interval)
+    low, high = (unit(end) for end in one.interval)
     return f"{unit(one.predicted)} ({low} to {high})"
 
 

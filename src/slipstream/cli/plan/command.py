@@ -212,8 +212,8 @@ def _print(answer: _Answer, console: Console) -> None:
     """The tables, and what is uncertain about them."""
     network, best = answer.forecast.network, answer.recommended
     console.print(ranking(answer.predictions, best, answer.forecast.base, network))
-    if words := unsure(answer.predictions[0], best, answer.forecast.base):
-        console.print(Text(words))
+    if doubt := unsure(answer.predictions[0], best, answer.forecast.base):
+        console.print(Text(doubt))
     if words := besides(*answer.beside, best):
         console.print(words)
     if answer.meetings is not None:

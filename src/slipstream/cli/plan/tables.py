@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import sqrt
 
 from rich.bar import Bar
 from rich.table import Table
@@ -22,9 +23,9 @@ BEST = "\u2192"  # an arrow
 _MEANING = (
     "Predicted. Efficiency: the speed of all ranks over the sum of their speeds alone, without any "
     "exchange. MB: memory of gradients, their flags, what a codec keeps and, where the trace tells "
-    f"it, the optimizer's state on each rank. 80%: the iteration lies between these with a "
-    "probability of 80%; ratio: so does its time for a batch over that of the strategy of the "
-    f"trace, marked *. {BEST} the recommended one: the fastest, of those within {TOLERANCE:.1%} of "
+    "it, the optimizer's state on each rank. 80%: with that probability the iteration is no "
+    "further off, and the ratio, of the time for a batch to that of the strategy of the trace, "
+    f"marked *, lies in between. {BEST} the recommended one: the fastest, of those within {TOLERANCE:.1%} of "
     "each other the one with the fewest segments, if its whole ratio is below 1"
 )
 _OF_COMPUTED = f"; a computed split must be {MARGIN:.0%} faster, as predictions of it are too fast"
@@ -51,7 +52,7 @@ def ranking(
     notes = [_OF_COMPUTED] * computed + [_OF_SHARDED] * sharded + [_OF_LATE] * bool(late)
     table = compact(
         f"{len(predictions)} strategies, {ranks(network.world_size)}{on_hosts}",
-        *("iteration", "80%", "ratio", "samples/s", "efficiency", "segments", "MB", "strategy"),
+        *("iteration", "80%", "ratio", "efficiency", "segments", "MB", "strategy"),
         left=["strategy"],
         caption=f"{_MEANING}{''.join(notes)}. Exactness, unless a line says otherwise: {exactness}",
     )
@@ -65,9 +66,8 @@ def ranking(
             name += f"\n  {prediction.exactness}"
         table.add_row(
             _seconds(prediction.seconds),
-            _between(prediction.interval),
+            _reach(prediction.interval),
             "-".join(f"{end:.2f}" for end in prediction.ratio_interval),
-            _speed(prediction.samples_per_second),
             f"{prediction.efficiency:.1%}",
             str(prediction.segments),
             f"{prediction.memory_bytes / 2**20:.1f}",
@@ -133,11 +133,9 @@ def _seconds(value: float) -> str:
     return f"{value:.3f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
 
 
-def _between(interval: Interval) -> str:
-    low, high = (_seconds(value).split() for value in interval)
-    return (
-        f"{low[0]}-{' '.join(high)}" if low[1] == high[1] else f"{' '.join(low)}-{' '.join(high)}"
-    )
+def _reach(interval: Interval) -> str:
+    low, high = interval
+    return f"\u00b1{sqrt(high / low) - 1:.0%}"
 
 
 def _speed(samples_per_second: float) -> str:

@@ -129,10 +129,7 @@ def rank(
     predictions = [situation.predict(strategy) for strategy in strategies]
 
     def counted(one: Prediction) -> float:
-        gradients = one.strategy.gradients
-        sharded = _differs(gradients.transport, base.gradients.transport, ShardedConfig)
-        computed = _differs(gradients.split, base.gradients.split, ByIndexConfig)
-        return one.per_batch * (1 + MARGIN * (sharded + computed))
+        return one.per_batch * _handicap(one.strategy, base)
 
     fastest = min(map(counted, predictions), default=0.0)
 
@@ -145,18 +142,29 @@ def rank(
 
 
 def recommended(ranked: Sequence[Prediction], base: Strategy) -> Prediction:
-    """The prediction to act on without a measurement: the first that is surely faster than the
-    baseline, or the baseline.
+    """The prediction to act on without a measurement: the first whose ratio is below 1 with its
+    whole interval, or the baseline.
 
-    A computed split and ``sharded`` have ratios that exceed the fastest by less than MARGIN; see
-    `rank`.
+    ``sharded`` and a computed split must be below 1 by MARGIN each, as they count in `rank`.
 
     Args:
         ranked: as `rank` returns them, the baseline among them.
         base: the baseline.
     """
     [baseline] = (one for one in ranked if one.strategy == base)
-    return next((one for one in ranked if one is baseline or one.is_faster), baseline)
+
+    def is_sure(one: Prediction) -> bool:
+        return one.ratio_interval[1] * _handicap(one.strategy, base) < 1
+
+    return next((one for one in ranked if one is baseline or is_sure(one)), baseline)
+
+
+def _handicap(strategy: Strategy, base: Strategy) -> float:
+    """How many times as long as predicted a strategy counts to take; see MARGIN."""
+    ours, theirs = strategy.gradients, base.gradients
+    sharded = _differs(ours.transport, theirs.transport, ShardedConfig)
+    computed = _differs(ours.split, theirs.split, ByIndexConfig)
+    return 1 + MARGIN * (sharded + computed)
 
 
 def _differs(setting: object, base: object, kind: type) -> bool:
