@@ -132,8 +132,14 @@ def resnet18() -> nn.Module:
 
 def small_bert() -> nn.Module:
     """1 M parameters: two layers of width 128."""
-    shape = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512}
-    return BertForMaskedLM(BertConfig(vocab_size=4096, hidden_size=128, **shape))
+    config = BertConfig(
+        vocab_size=4096,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=512,
+    )
+    return BertForMaskedLM(config)
 
 
 SET_UPS: Mapping[str, SetUp] = {
@@ -186,30 +192,28 @@ def one_round(
         best = forecast.recommended(exact)
         chosen = {p.strategy: p for p in (exact[0], best, *named)}
         said = list(chosen.values()), best
-    agreed = broadcast_from_first(said, dist.group.WORLD)
+    assert ranks.world is not None
+    agreed = broadcast_from_first(said, ranks.world)
     assert agreed is not None
     predictions, best = agreed
     seconds: list[list[float]] = [[] for _ in predictions]
     order = list(range(len(predictions)))
     for turn in range(BLOCKS):
         for place in order[::-1] if turn % 2 else order:
-            spent = block(model, loss_of, predictions[place].strategy, ITERATIONS)
-            seconds[place].append(spent)
+            strategy = predictions[place].strategy
+            seconds[place].append(block(model, loss_of, strategy, ITERATIONS))
     names = {Strategy.load({"gradients": dict(s)}): name for name, s in STRATEGIES.items()}
-    [baseline] = (
-        spent
-        for one, spent in zip(predictions, seconds, strict=True)
-        if names.get(one.strategy) == BASELINE
-    )
-    found = []
-    for place, (one, spent) in enumerate(zip(predictions, seconds, strict=True)):
-        ratios = [mine / its for mine, its in zip(spent, baseline, strict=True)]
+    shown = [names.get(one.strategy, label(one.strategy)) for one in predictions]
+    baseline = seconds[shown.index(BASELINE)]
+    found: list[tuple[Any, ...]] = []
+    for place, one in enumerate(predictions):
+        ratios = [mine / its for mine, its in zip(seconds[place], baseline, strict=True)]
         between = median_interval(ratios)
         assert between is not None, "six blocks tell an interval"
         found.append(
             (
-                *(names.get(one.strategy, label(one.strategy)), one.seconds, one.interval),
-                *(median(spent), one.ratio, one.ratio_interval, median(ratios), between),
+                *(shown[place], one.seconds, one.interval, median(seconds[place])),
+                *(one.ratio, one.ratio_interval, median(ratios), between),
                 *(place == 0, one.strategy == best.strategy),
             )
         )

@@ -58,8 +58,8 @@ def shared_cores(entry: Entry) -> Result:
     rows = [
         (
             *(row["setup"], row["round"] + 1, row["strategy"]),
-            *(f"{1e3 * row['measured']:.0f}", span(*(1e3 * end for end in row["interval"]), 0)),
-            *(f"{row['measured_ratio']:.2f}", span(*row["ratio_interval"], 2)),
+            *(f"{1e3 * row['measured']:.0f}", _span(row["interval"], 1e3, 0)),
+            *(f"{row['measured_ratio']:.2f}", _span(row["ratio_interval"], 1.0, 2)),
             " ".join(["first"] * row["first"] + ["recommended"] * row["recommended"]),
         )
         for row in entry["rows"]
@@ -68,6 +68,11 @@ def shared_cores(entry: Entry) -> Result:
         "set-up", "round", "strategy", "measured ms", "80 %", "measured ratio", "80 %", "predicted",
     )  # fmt: skip
     return one_table(entry, "Shared cores", words, columns, rows)
+
+
+def _span(interval: Sequence[float], unit: float, digits: int) -> str:
+    low, high = interval
+    return span(low * unit, high * unit, digits)
 
 
 def _predicted(row: Mapping[str, Any], kind: str) -> tuple[str, str]:

@@ -25,8 +25,8 @@ _MEANING = (
     "exchange. MB: memory of gradients, their flags, what a codec keeps and, where the trace tells "
     "it, the optimizer's state on each rank. 80%: with that probability the iteration is no "
     "further off, and the ratio, of the time for a batch to that of the strategy of the trace, "
-    f"marked *, lies in between. {BEST} the recommended one: the fastest, of those within {TOLERANCE:.1%} of "
-    "each other the one with the fewest segments, if its whole ratio is below 1"
+    f"marked *, lies in between. {BEST} the recommended one: the fastest, of those within "
+    f"{TOLERANCE:.1%} of each other the one with the fewest segments, if its whole ratio is below 1"
 )
 _OF_COMPUTED = f"; a computed split must be {MARGIN:.0%} faster, as predictions of it are too fast"
 _OF_SHARDED = (
