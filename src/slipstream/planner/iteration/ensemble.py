@@ -151,8 +151,9 @@ class Ensemble:
         for direct, numbers in ((False, draw.flat), (True, draw.direct)):
             if direct and network.direct is None:
                 continue
-            part = -alone  # of what the network has been moved by
-            if direct != self.direct:
+            if direct == self.direct or network.direct is None:
+                part = -alone  # of what the fit has moved this contention by
+            else:
                 part = draw.by_computing * draw.by_others - HALFWAY
             varied = _varied(network.contention(direct), numbers, self.moves, part)
             drawn = drawn.with_contention(direct, varied)
