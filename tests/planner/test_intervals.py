@@ -13,7 +13,7 @@ from slipstream.planner.iteration.plan import CommPlan
 from slipstream.planner.iteration.simulate import predict, simulate
 from slipstream.planner.iteration.traced import workload_of
 from slipstream.planner.network.profile import NetworkProfile
-from slipstream.planner.search.ranking import Interval, Prediction, rank, recommended
+from slipstream.planner.search.ranking import Bounds, Prediction, rank, recommended
 from slipstream.strategy import Strategy
 from slipstream.trace.event import Event, Trace
 from tests.planner.networks import MB, ring_profile
@@ -62,7 +62,7 @@ def predicted(
     return {one.strategy: one for one in forecast.rank(OTHERS)}
 
 
-def width(interval: Interval) -> float:
+def width(interval: Bounds) -> float:
     low, high = interval
     return log(high / low)
 

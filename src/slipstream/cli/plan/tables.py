@@ -13,7 +13,7 @@ from slipstream.analysis.compact_table import compact
 from slipstream.planner.network.profile import NetworkProfile
 from slipstream.planner.search.candidates import TOLERANCE
 from slipstream.planner.search.label import label
-from slipstream.planner.search.ranking import MARGIN, Interval, Prediction, ScaleOutPoint
+from slipstream.planner.search.ranking import MARGIN, Bounds, Prediction, ScaleOutPoint
 from slipstream.planner.search.unpredicted import Beside
 from slipstream.strategy import ByIndexConfig, ShardedConfig, Strategy, late_by
 from slipstream.testbed import format_rate
@@ -133,7 +133,7 @@ def _seconds(value: float) -> str:
     return f"{value:.3f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
 
 
-def _reach(interval: Interval) -> str:
+def _reach(interval: Bounds) -> str:
     low, high = interval
     return f"\u00b1{sqrt(high / low) - 1:.0%}"
 

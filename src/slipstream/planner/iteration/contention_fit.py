@@ -131,7 +131,7 @@ def fit_contention(workload: Workload, trace: Trace, network: NetworkProfile) ->
 
 
 def moved(measured: Contention, fitted: Contention) -> dict[str, float]:
-    """How far a fit has moved slowdowns: logarithms of factors, of FARTHEST at most."""
+    """The moves of slowdowns by a fit: logarithms of factors, of FARTHEST at most."""
     moves = {n: log((1 + getattr(fitted, n)) / (1 + getattr(measured, n))) for n in GRIDS}
     return {name: min(max(move, -FARTHEST), FARTHEST) for name, move in moves.items()}
 

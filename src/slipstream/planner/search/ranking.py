@@ -48,8 +48,8 @@ REPLAY = 0.014
 _EIGHTY = 1.2816
 """Standard deviations on either side of the mean that hold 80 % of a normal distribution."""
 
-Interval = tuple[float, float]
-"""Its low and its high end."""
+Bounds = tuple[float, float]
+"""The low and the high end of an interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,9 @@ class Prediction:
     memory_bytes: int
     segments: int
     exactness: str
-    interval: Interval
+    interval: Bounds
     ratio: float
-    ratio_interval: Interval
+    ratio_interval: Bounds
 
     @property
     def is_faster(self) -> bool:
@@ -160,7 +160,7 @@ def recommended(ranked: Sequence[Prediction], base: Strategy) -> Prediction:
 
 
 def _handicap(strategy: Strategy, base: Strategy) -> float:
-    """How many times as long as predicted a strategy counts to take; see MARGIN."""
+    """Count up a strategy that a prediction cannot promise: a factor of its time; see MARGIN."""
     ours, theirs = strategy.gradients, base.gradients
     sharded = _differs(ours.transport, theirs.transport, ShardedConfig)
     computed = _differs(ours.split, theirs.split, ByIndexConfig)
@@ -216,8 +216,8 @@ def late_share(strategy: Strategy, updates: int | None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Situation:
-    """What predictions have in common: the first world is what was read and measured, the others
-    are what it may be besides."""
+    """Common ground of predictions: the first world is what was read and measured, the others are
+    what it may be besides."""
 
     worlds: Sequence[tuple[Workload, NetworkProfile]]
     base: Strategy
@@ -267,7 +267,7 @@ class _Situation:
         )
 
     def _model_error(self, strategy: Strategy) -> float:
-        """What the simulator may be off in a ratio by itself, and for sizes not measured."""
+        """The simulator's own error of a ratio, with that of sizes that were not measured."""
         if strategy == self.base:
             return 0.0
         mine, its = (_way(one) for one in (strategy, self.base))
@@ -275,7 +275,7 @@ class _Situation:
         return sqrt(own**2 + (EXTRAPOLATED * _doublings(strategy, *self.worlds[0])) ** 2)
 
 
-def _interval(logarithms: Sequence[float], *errors: float) -> Interval:
+def _interval(logarithms: Sequence[float], *errors: float) -> Bounds:
     """80 % around the first, from how far the others are from it and from independent errors."""
     middle, *others = logarithms
     spread = fmean((one - middle) ** 2 for one in others) if others else 0.0
@@ -284,7 +284,7 @@ def _interval(logarithms: Sequence[float], *errors: float) -> Interval:
 
 
 def _way(strategy: Strategy) -> object:
-    """How a strategy computes and exchanges, apart from split, overlap and accumulation."""
+    """Name the way to compute and exchange, apart from split, overlap and accumulation."""
     config = strategy.gradients
     return transport_kind(config.transport), config.codec, strategy.precision, strategy.local
 
