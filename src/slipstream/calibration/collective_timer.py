@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from math import log
 from statistics import median, stdev
 from time import perf_counter
 
@@ -227,9 +226,10 @@ class CollectiveTimer:
 
 
 def _noise(timings: Sequence[Timing]) -> float | None:
-    """The standard deviation of the logarithm of a block, the median over sizes that were timed
-    more than once."""
-    spreads = [stdev(map(log, timing.blocks)) for timing in timings if len(timing.blocks) > 1]
+    """The relative standard deviation of a block, the median over sizes that were timed more than
+    once."""
+    timed = [timing.blocks for timing in timings if len(timing.blocks) > 1]
+    spreads = [stdev(blocks) / median(blocks) for blocks in timed]
     return round(median(spreads), 4) if spreads else None
 
 

@@ -43,8 +43,8 @@ class Curve(FrozenModel):
     The whole tensor is the input of an all-reduce, the input of a reduce-scatter and the output of
     an all-gather. ``points`` are the measured (bytes, seconds), ascending; ``pieces`` are lines
     fitted to them (never falling, continuous); ``error_by_decade`` holds the largest relative error
-    of the fit in each decade of bytes. ``noise`` is the standard deviation of the logarithm of a
-    timing, None where it was not measured. Build one with `fit`.
+    of the fit in each decade of bytes. ``noise`` is the relative standard deviation of a timing,
+    None where it was not measured. Build one with `fit`.
 
     Example:
         >>> curve = Curve.fit([(1000, 0.002), (2000, 0.003), (4000, 0.005)])
