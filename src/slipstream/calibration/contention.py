@@ -67,8 +67,8 @@ def measure_contention(
         pair = _ComputeAndExchange(world, device, transport, in_turn)
         rounds = [pair.round(seconds) for _ in range(ROUNDS)]
         ratios[num_bytes] = list(map(median, zip(*rounds, strict=True)))
-        for factors in zip(*rounds, strict=True):  # below 1 there is no slowdown
-            spreads.append(stdev(log(max(factor, 1.0)) for factor in factors))
+        for each in zip(*rounds, strict=True):  # below 1 there is no slowdown
+            spreads.append(stdev(log(max(factor, 1.0)) for factor in each))
     compute, exchange = ratios[large]
     latency = max(ratios[smallest][1], 1.0)
     total, waiting = all_reduce.seconds(large), all_reduce.latency
