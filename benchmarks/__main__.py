@@ -42,7 +42,7 @@ CODECS: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
 ON_ROADS = " ".join(f"{codec} '{codec} / direct' '{codec} / sharded'" for codec in ("bf16", "int8"))
 SIZES = "--kilobytes 256 1024 4096 16384 65536"
 ALONE = (
-    "loading", "balance", "large_batch", "soak", "tuner", "overhead", "times",
+    "loading", "balance", "large_batch", "soak", "tuner", "overhead", "shared_cores", "times",
     "operators", "tensor_parallel", "bubbles", "offload", "unequal", "checks", "kills",
     "lost_hosts", "replan", "scale_out", "tutorial",
 )  # fmt: skip

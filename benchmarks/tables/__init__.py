@@ -36,6 +36,7 @@ TABLES: Mapping[str, Callable[[Entry], Result]] = {
     "replan": planning.replan,
     "recompute": computing.recompute,
     "scale_out": planning.scale_out,
+    "shared_cores": planning.shared_cores,
     "soak": training.soak,
     "tensor_parallel": computing.tensor_parallel,
     "time_to_loss": planning.time_to_loss,

@@ -49,6 +49,36 @@ def prediction(entry: Entry) -> Result:
     return Result(f"Prediction{where}, {entry['date']}", parts)
 
 
+def shared_cores(entry: Entry) -> Result:
+    """How many intervals hold where ranks share cores, and what was recommended."""
+    words = (
+        f"{entry['cores']} cores, {entry['rounds']} rounds. Of the intervals of 80 % of seconds "
+        f"{entry['seconds_held']:.0%} hold, of those of ratios {entry['ratios_held']:.0%} (bar: 75 "
+        f"to 90 %). Of {entry['recommendations']} recommendations {entry['slower']} measured "
+        "slower than the default beyond the noise (bar: none); of all, "
+        f"{entry['recommended_others']} were another strategy than the default. Errors, median: "
+        f"{entry['error']:.1%} of seconds, {entry['ratio_error']:.1%} of ratios."
+    )
+    rows = [
+        (
+            *(row["setup"], row["round"] + 1, row["strategy"]),
+            *(f"{1e3 * row['measured']:.0f}", _span(row["interval"], 1e3, 0)),
+            *(f"{row['measured_ratio']:.2f}", _span(row["ratio_interval"], 1.0, 2)),
+            " ".join(["first"] * row["first"] + ["recommended"] * row["recommended"]),
+        )
+        for row in entry["rows"]
+    ]
+    columns = (
+        "set-up", "round", "strategy", "measured ms", "80 %", "measured ratio", "80 %", "predicted",
+    )  # fmt: skip
+    return one_table(entry, "Shared cores", words, columns, rows)
+
+
+def _span(interval: Sequence[float], unit: float, digits: int) -> str:
+    low, high = interval
+    return span(low * unit, high * unit, digits)
+
+
 def _predicted(row: Mapping[str, Any], kind: str) -> tuple[str, str]:
     """Seconds and their error; nothing where none was predicted."""
     seconds = row[kind]

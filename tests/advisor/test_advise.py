@@ -52,6 +52,10 @@ def _in_turn(seconds: float) -> Callable[[int, int], float]:
     return lambda rank, step: seconds if rank == step % 3 else 0.0
 
 
+def _on_one_host(*cpu_seconds: float) -> dict[str, Any]:
+    return {"hosts": ["here"] * len(cpu_seconds), "cpu_seconds": [*cpu_seconds]}
+
+
 ALONE = Training(ranks=1)
 EACH = tuple(range(1, 11))
 
@@ -146,6 +150,24 @@ CASES = (
         "warning",
         11.2 * 2 / 3,  # to the mean of three
         ("which rank is last changes", "data.balance"),
+    ),
+    Case(
+        "even_ranks",
+        Training(ranks=3, late=_late(11.2), meta=_on_one_host(0.161, 0.164, 0.16)),
+        Training(ranks=3, late=_late(10.9), meta=_on_one_host(0.161, 0.164, 0.16)),
+        "cores",
+        "warning",
+        0.0,
+        ("Rank 1 takes 61.20 ms for forward", "no more CPU time", "cores of its own"),
+    ),
+    Case(
+        "even_ranks",
+        Training(ranks=3, late=_late(11.2), meta=_on_one_host(0.16, 0.171, 0.16)),
+        Training(ranks=3, late=_late(10.9), meta=_on_one_host(0.16, 0.171, 0.16)),
+        "rank 1, forward",
+        "warning",
+        11.2,
+        ("check its host for other processes",),
     ),
     Case(
         "lighten_optimizer",
@@ -270,6 +292,17 @@ def test_another_exchange_gains_what_the_planner_predicts(training, where, says)
     assert found.gain == pytest.approx(seconds[base] - ranked[0].seconds)
     assert found.severity == stats.severity(found.gain)
     assert exchange_otherwise(stats._replace(worthwhile=found.gain * 1.01)) is None
+
+
+def test_no_exchange_gains_more_than_is_exposed_now() -> None:
+    training, *_ = SCENARIOS["the last one is long"]
+    stats = trace_stats(training.trace, training.network)
+    assert stats.what_if is not None
+    base = stats.what_if.base
+    slow = replace(stats.what_if, base=replace(base, seconds=2 * base.seconds))
+    found = exchange_otherwise(stats._replace(what_if=slow))
+    assert found is not None
+    assert found.gain == stats.exposed_exchange < slow.saved(slow.best)
 
 
 @pytest.mark.parametrize("split", ["single", {"kind": "by_bytes", "megabytes": 64}])

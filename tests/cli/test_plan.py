@@ -40,6 +40,23 @@ def test_the_tables_rank_strategies_and_show_other_clusters(files, tmp_path) -> 
     assert shown.index(f"\u2192 {label(strategy)}") < shown.index("by_bytes 4 (first 1, last 1) *")
 
 
+def test_the_strategy_of_the_trace_stays_where_nothing_is_surely_faster(files, tmp_path) -> None:
+    written = tmp_path / "best.yaml"
+    unsure = cluster(latency=0.06).model_copy(update={"noise": 3.0})
+    unsure.save(tmp_path / "cluster.yaml")
+    shown = " ".join(_run(*files, "-o", str(written)).split())
+    assert "Not recommended: by_" in shown
+    assert "the strategy of the trace stays. Only a measurement tells: slipstream tune" in shown
+    assert "\u2192 by_bytes 4 (first 1, last 1) *" in shown
+    assert "The strategy of the trace is in" in shown
+    assert Strategy.load(written) == Strategy()
+    numbers = json.loads(_run(*files, "--json"))
+    assert numbers["recommended"] == label(Strategy())
+    first = numbers["strategies"][0]
+    assert first["interval"][0] < first["seconds"] < first["interval"][1]
+    assert first["ratio"] < 1 < first["ratio_interval"][1]
+
+
 def test_the_predicted_trace_is_one_that_other_commands_read(files, tmp_path) -> None:
     _run(*files, "--predicted", str(tmp_path / "future.json"), "-o", str(tmp_path / "best.yaml"))
     future = read(tmp_path / "future.json")

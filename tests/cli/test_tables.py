@@ -18,7 +18,7 @@ from slipstream.cli.tune import display
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.planner.network.costs import CodecCost, HalfSpeed
 from slipstream.planner.search.candidates import every
-from slipstream.planner.search.ranking import ScaleOutPoint, rank
+from slipstream.planner.search.ranking import ScaleOutPoint, rank, recommended
 from slipstream.strategy import Strategy, overview
 from slipstream.testbed import LinkCheck, Node, Testbed
 from slipstream.tuner.trial_log import Trial, Tuned
@@ -31,7 +31,8 @@ def plan_ranking() -> RenderableType:
     workload, network = UNEVEN
     base = Strategy()
     strategies = every(workload, network, base)
-    return tables.ranking(rank(strategies, workload, network, base), base, network)
+    ranked = rank(strategies, workload, network, base)
+    return tables.ranking(ranked, recommended(ranked, base), base, network)
 
 
 def plan_curve(over: str) -> RenderableType:
@@ -99,7 +100,7 @@ def launched() -> RenderableType:
 
 
 TABLES: dict[str, tuple[Callable[[], RenderableType], str]] = {
-    "plan": (plan_ranking, "iteration samples/s efficiency segments MB strategy"),
+    "plan": (plan_ranking, "iteration 80% ratio efficiency segments MB strategy"),
     "plan, nodes": (lambda: plan_curve("nodes"), "nodes ranks efficiency iteration samples/s"),
     "plan, rate": (lambda: plan_curve("rates"), "rate ranks efficiency iteration samples/s"),
     "plan --memory": (

@@ -38,6 +38,7 @@ def profile(networks: dict[GroupKind, Network], **fields: Any) -> NetworkProfile
         "hosts": ranks,
         "ranks_per_host": 1,
         "networks": networks,
+        "sharding_seconds": 0.0,
         "backend": "gloo",
         "date": "2026-11-21 07:00",
         "versions": {"torch": "2.13.0"},

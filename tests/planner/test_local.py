@@ -12,6 +12,8 @@ from slipstream.errors import StrategyError, TraceError
 from slipstream.gradients.layout import Gradient
 from slipstream.planner.forecast import Forecast
 from slipstream.planner.iteration.local_cost import WEIGHTS, codec_cost, local_seconds
+from slipstream.planner.iteration.plan import CommPlan
+from slipstream.planner.iteration.simulate import simulate
 from slipstream.planner.iteration.transport_cost import ExchangeCurve
 from slipstream.planner.network.costs import CodecCost
 from slipstream.planner.network.curve import Curve
@@ -88,8 +90,8 @@ def test_a_run_that_meets_rarely_is_no_base_for_predictions() -> None:
     meta = {**trace.meta, "strategy": {"local": {"steps": 4}}}
     with pytest.raises(TraceError, match="under local"):
         Forecast.of(replace(trace, meta=meta), ethernet_profile(2))
-    base = Strategy()
-    forecast = Forecast(trace, base, WORK, SLOW, SLOW)
+    exchanged = simulate(WORK, CommPlan.of(Strategy(), WORK.gradients), SLOW, 2)
+    forecast = Forecast.of(exchanged, SLOW)
     with pytest.raises(StrategyError, match="local"):
         forecast.simulated(of(steps=4), steps=1)
     assert any(one.strategy.local for one in forecast.all())

@@ -59,6 +59,18 @@ def test_a_span_keeps_its_times_and_arguments():
     assert exchange.args == {"bytes": 12, "ready": 0.5}
 
 
+def test_the_trace_says_how_much_cpu_time_an_iteration_took():
+    recorder = Recorder(0, 0, 3)
+    for step in range(3):
+        recorder.begin_step(step)
+        begun = time.thread_time()
+        while time.thread_time() - begun < 1e-3:
+            pass
+        recorder.end_step()
+    [seconds] = recorder.gather().meta["cpu_seconds"]
+    assert seconds >= 1e-3
+
+
 def test_bounds_of_the_iteration_can_be_given():
     recorder = Recorder(0, 0, 1)
     recorder.begin_step(0, start=3.0)

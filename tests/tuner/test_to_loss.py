@@ -69,7 +69,7 @@ def predictions(trace: Trace, base: Strategy) -> Sequence[Prediction]:
     ]
     seconds = [1.0, 1.2, 0.6, 0.3, 1.5, 0.7]
     return [
-        Prediction(one, took, 0.0, 0.0, 0, 1, one.exactness)
+        Prediction(one, took, 0.0, 0.0, 0, 1, one.exactness, (took, took), took, (took, took))
         for one, took in zip([base, *others], seconds, strict=True)
     ]
 

@@ -80,9 +80,10 @@ class Script:
         def predict(trace: Trace, base: Strategy) -> list[Prediction]:
             times = {base: self.truth[base], **(guesses or {})}
             ranked = sorted(times.items(), key=lambda one: one[1])
+            seconds = {s: 2 * t * s.gradients.accumulate for s, t in ranked}
             return [
-                Prediction(s, 2 * t * s.gradients.accumulate, 0.0, 0.5, 0, 3, "lossy")
-                for s, t in ranked
+                Prediction(s, each, 0.0, 0.5, 0, 3, "lossy", (each, each), 1.0, (1.0, 1.0))
+                for s, each in seconds.items()
             ]
 
         self.tuner = Tuner(

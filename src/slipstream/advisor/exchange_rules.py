@@ -1,7 +1,7 @@
 """The advisor's rules about the exchange of gradients.
 
 What another strategy would bring is what the planner predicts for it (``WhatIf``), and the strategy
-that is advised is the planner's first choice. Each docstring says when the rule fires.
+that is advised is the one that the planner recommends. Each docstring says when the rule fires.
 Source of the scenarios: Huawei, CANN TensorFlow tuning guide, gradient segmentation.
 """
 
@@ -33,14 +33,14 @@ UNMEASURED: Mapping[str, CodecCost] = {"half": CodecCost(ratio=0.5)}
 def exchange_otherwise(stats: TraceStats) -> Finding | None:
     """Another split, overlap or transport: all that keeps the mathematics.
 
-    Fires when the planner's first choice gains enough. Gain: the predicted seconds of the strategy
-    of the trace minus those of that choice.
+    Fires when the strategy that the planner recommends gains enough. Gain: the predicted seconds of
+    the strategy of the trace minus those of that one, and no more than the exposed exchange.
     """
     what_if, exchanges = stats.what_if, stats.exchanges
     if what_if is None or exchanges is None:
         return None
     base, best = what_if.base.strategy, what_if.best.strategy
-    gain = what_if.saved(what_if.best)
+    gain = min(what_if.saved(what_if.best), stats.exposed_exchange)
     if best == base or gain < stats.predictable:
         return None
     patch = _difference(base, best)
@@ -69,7 +69,10 @@ def send_less(stats: TraceStats) -> Finding | None:
         return None
     costs = forecast.network.codecs or UNMEASURED
     ranked = forecast.with_codecs(costs).coded()
-    if not ranked or (gain := what_if.saved(ranked[0])) < stats.predictable:
+    if not ranked or not ranked[0].is_faster:
+        return None
+    gain = min(what_if.saved(ranked[0]), stats.exposed_exchange)
+    if gain < stats.predictable:
         return None
     codec = ranked[0].strategy.gradients.codec
     assert codec is not None

@@ -10,6 +10,7 @@ from typing import Any
 
 from slipstream.advisor.findings import Finding
 from slipstream.advisor.trace_stats import TraceStats
+from slipstream.analysis.stragglers import Straggler
 from slipstream.analysis.time_unit import format_seconds
 
 DATA_WAIT = 0.1
@@ -83,7 +84,8 @@ def even_ranks(stats: TraceStats) -> Finding | None:
     """Fires when ranks wait more than 5 % of an iteration for the last one's gradients.
 
     Gain: what the worst straggler takes longer than the median of the others; if no rank is
-    persistently slow, what the simulator saves where all ranks compute for the average time.
+    persistently slow, what the simulator saves where all ranks compute for the average time;
+    unknown if ranks have the same work and wait for cores that they share.
     """
     exchanges = stats.exchanges
     if exchanges is None or exchanges.skew <= max(SKEW * stats.iteration, stats.clock_error):
@@ -92,6 +94,8 @@ def even_ranks(stats: TraceStats) -> Finding | None:
         f"The first rank waits {format_seconds(exchanges.skew)} for the last one's gradients, "
         f"{stats.share(exchanges.skew)}"
     )
+    if not stats.stragglers and stats.waiting_for_cores:
+        return _share_cores(stats.waiting_for_cores[0], evidence)
     if not stats.stragglers:
         gain = exchanges.lag
         if stats.what_if is not None:
@@ -126,6 +130,18 @@ def even_ranks(stats: TraceStats) -> Finding | None:
         "fewer cores, a throttled or slower processor, a slower disk. If it stays slow, give it "
         "less to do: data.balance with speeds: measured.",
         worst.seconds,
+    )
+
+
+def _share_cores(slow: Straggler, evidence: str) -> Finding:
+    return Finding(
+        "warning",
+        "cores",
+        f"{evidence}. Rank {slow.rank} takes {format_seconds(slow.usual + slow.seconds)} for "
+        f"{slow.phase.replace('_', ' ')}, the others {format_seconds(slow.usual)}, but no more CPU "
+        "time than ranks of its host: their work is equal, and it waits for cores.",
+        "Give each rank cores of its own, and leave some to the exchange: fewer threads or ranks "
+        "on a host, no other programs there. No rank is slow, and dealing work anew helps nothing.",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from statistics import median
 from typing import Any, NamedTuple
 
 from slipstream.advisor.exchanges import Exchanges, RanksOfStep, layout_of, typical_exchanges
@@ -11,7 +12,7 @@ from slipstream.advisor.findings import Severity
 from slipstream.advisor.what_if import WhatIf
 from slipstream.analysis.breakdown import TypicalIteration, typical_iteration
 from slipstream.analysis.data import Queue, idle_share, queue
-from slipstream.analysis.stragglers import Straggler, stragglers
+from slipstream.analysis.stragglers import SLOWER, Straggler, stragglers
 from slipstream.errors import SlipstreamError, TraceError
 from slipstream.planner.iteration.traced import gradients_of
 from slipstream.planner.iteration.workload import Workload
@@ -32,6 +33,8 @@ class TraceStats(NamedTuple):
     Attributes:
         typical: The typical iteration and its parts.
         stragglers: Ranks that are slower than the others.
+        waiting_for_cores: Those of them that compute no longer than others of their host do, by
+            their CPU time: they wait for cores.
         exchanges: None if nothing was exchanged, or under FSDP2.
         overlap: Whether exchanges may run during backward.
         accumulate: Backward passes of one update.
@@ -52,6 +55,7 @@ class TraceStats(NamedTuple):
 
     typical: TypicalIteration
     stragglers: tuple[Straggler, ...]
+    waiting_for_cores: tuple[Straggler, ...]
     exchanges: Exchanges | None
     overlap: bool
     accumulate: int
@@ -81,6 +85,13 @@ class TraceStats(NamedTuple):
     def compute(self) -> float:
         """Seconds of forward and backward."""
         return self.typical_seconds("forward") + self.typical_seconds("backward")
+
+    @property
+    def exposed_exchange(self) -> float:
+        """Seconds of an iteration in which exchanges run without compute beside them: that of the
+        typical rank, or after the backward of the last one. Exchanging otherwise saves no more."""
+        tail = 0.0 if self.exchanges is None else self.exchanges.tail
+        return max(self.typical_seconds("exposed"), tail)
 
     @property
     def predictable(self) -> float:
@@ -122,10 +133,13 @@ def trace_stats(trace: Trace, network: NetworkProfile | None = None) -> TraceSta
     settings = (meta.get("strategy") or {}).get("gradients") or {}
     fully_shard = meta.get("engine") == FULLY_SHARD
     exchanges = None if fully_shard else typical_exchanges(steps, sizes)
+    slow = stragglers(iterations, clock_error)
+    waiting = tuple(one for one in slow if _waits_for_cores(one, meta))
     what_if, unpredicted = _predicted(trace, exchanges, network)
     return TraceStats(
         typical=typical,
-        stragglers=stragglers(iterations, clock_error),
+        stragglers=tuple(one for one in slow if one not in waiting),
+        waiting_for_cores=waiting,
         exchanges=exchanges,
         overlap=settings.get("overlap", True),
         accumulate=settings.get("accumulate", 1),
@@ -142,6 +156,16 @@ def trace_stats(trace: Trace, network: NetworkProfile | None = None) -> TraceSta
         missing_steps=missing_steps,
         fully_shard=fully_shard,
     )
+
+
+def _waits_for_cores(one: Straggler, meta: Mapping[str, Any]) -> bool:
+    """Whether a slow rank has the same work as others of its host, whose cores they share."""
+    hosts, cpu = meta.get("hosts") or (), meta.get("cpu_seconds") or ()
+    if not len(hosts) == len(cpu) > one.rank:
+        return False
+    there = [rank for rank, host in enumerate(hosts) if host == hosts[one.rank]]
+    others = [cpu[rank] for rank in there if rank != one.rank]
+    return bool(others) and cpu[one.rank] <= (1 + SLOWER) * median(others)
 
 
 def _predicted(

@@ -40,7 +40,7 @@ class WhatIf:
     Attributes:
         forecast: of the trace.
         base: what is predicted of the strategy of the trace.
-        best: of the preferred strategy that keeps the mathematics.
+        best: of the recommended strategy that keeps the mathematics.
     """
 
     forecast: Forecast
@@ -67,7 +67,7 @@ class WhatIf:
         if network is None and max(sizes) < LEAST_SPREAD * min(sizes):
             most = max(2, replayed.segments)
             ranked = [one for one in ranked if one.segments <= most]
-        return cls(forecast, replayed, ranked[0])
+        return cls(forecast, replayed, forecast.recommended(ranked))
 
     def gain(self, strategy: Strategy) -> float:
         """Seconds that an iteration would be shorter, for as many batches as it takes now."""
@@ -76,8 +76,8 @@ class WhatIf:
 
     def gain_of(self, workload: Workload) -> float:
         """Seconds that an iteration would be shorter with this workload, as it exchanges now."""
-        [other] = self.forecast.with_workload(workload).rank([self.base.strategy])
-        return self.saved(other)
+        changed = self.forecast.with_workload(workload)
+        return self.base.seconds - changed.seconds(self.base.strategy)
 
     def saved(self, other: Prediction) -> float:
         """`gain` of what is predicted already."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
+from statistics import median, stdev
 from time import perf_counter
 
 import torch
@@ -207,7 +207,7 @@ class CollectiveTimer:
                 left -= block * timing.repeat
             progress(min(1 - left / seconds, 1.0))
         points = [(timing.num_bytes, round(timing.seconds, 9)) for timing in timings]
-        return Curve.fit(points), left
+        return Curve.fit(points, _noise(timings)), left
 
     def _timed(self, call: Callable[[], object], repeat: int) -> float:
         """Seconds of one of ``repeat`` calls in a row, behind a barrier."""
@@ -223,6 +223,14 @@ class CollectiveTimer:
         """The maximum over ranks of each value."""
         times = torch.tensor(seconds, dtype=torch.float64, device=self._device)
         return [float(time) for time in maximum(times, self.world).tolist()]
+
+
+def _noise(timings: Sequence[Timing]) -> float | None:
+    """The relative standard deviation of a block, the median over sizes that were timed more than
+    once."""
+    timed = [timing.blocks for timing in timings if len(timing.blocks) > 1]
+    spreads = [stdev(blocks) / median(blocks) for blocks in timed]
+    return round(median(spreads), 4) if spreads else None
 
 
 def _shows_bytes(timings: Sequence[Timing]) -> bool:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import log
 from queue import SimpleQueue
-from statistics import median
+from statistics import median, stdev
 from time import perf_counter
 
 import torch
@@ -57,7 +58,7 @@ def measure_contention(
     smallest = all_reduce.points[0][0]
     fitting = [n for n, t in all_reduce.points if t * AT_ONCE <= seconds and n <= LARGEST]
     large = max(fitting, default=smallest)
-    ratios = {}
+    ratios, spreads = {}, []
     # Beside computing a small exchange takes many times as long: a quarter of the time is enough.
     for num_bytes, share in {smallest: 0.25, large: 1.0}.items():
         count = round(seconds * share / all_reduce.seconds(num_bytes))
@@ -66,6 +67,8 @@ def measure_contention(
         pair = _ComputeAndExchange(world, device, transport, in_turn)
         rounds = [pair.round(seconds) for _ in range(ROUNDS)]
         ratios[num_bytes] = list(map(median, zip(*rounds, strict=True)))
+        for each in zip(*rounds, strict=True):  # below 1 there is no slowdown
+            spreads.append(stdev(log(max(factor, 1.0)) for factor in each))
     compute, exchange = ratios[large]
     latency = max(ratios[smallest][1], 1.0)
     total, waiting = all_reduce.seconds(large), all_reduce.latency
@@ -74,7 +77,8 @@ def measure_contention(
     factors = {"compute": compute, "exchange": exchange, "latency": latency}
     slowdowns = {f"{name}_slowdown": max(round(f - 1, 4), 0.0) for name, f in factors.items()}
     share, most = _queue(world, device, transport, all_reduce, seconds)
-    return Contention(**slowdowns, queue_share=share, queue_seconds=most)
+    noise = round(median(spreads), 4)
+    return Contention(**slowdowns, queue_share=share, queue_seconds=most, noise=noise)
 
 
 def crowd_slowdown(

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
 from slipstream.errors import ClusterError, StrategyError, TraceError
 from slipstream.planner.iteration.contention_fit import prepare
+from slipstream.planner.iteration.ensemble import Ensemble, traced_network
 from slipstream.planner.iteration.plan import CommPlan
 from slipstream.planner.iteration.simulate import predict, simulate
 from slipstream.planner.iteration.traced import traced_strategy
@@ -28,6 +30,7 @@ from slipstream.planner.search.ranking import (
     Prediction,
     ScaleOutPoint,
     rank,
+    recommended,
     seconds_of,
     what_if,
 )
@@ -37,7 +40,7 @@ from slipstream.strategy import ByIndexConfig, Strategy
 from slipstream.trace.event import FULLY_SHARD, Trace
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Forecast:
     """Predicts strategies for the training of a trace.
 
@@ -47,6 +50,7 @@ class Forecast:
         workload: what an iteration computes, and the bytes of its gradients.
         network: what exchanges cost, with the contention that explains the trace.
         measured: the network that ``network`` is extrapolated from, or ``network`` itself.
+        calibrated: the network as its file says, before anything was fitted or extrapolated.
         rate: bits/s of each host's link, where they are not as measured.
         updates: of the whole training, if known: a codec that begins late counts for the rest.
 
@@ -61,6 +65,7 @@ class Forecast:
     workload: Workload
     network: NetworkProfile
     measured: NetworkProfile
+    calibrated: NetworkProfile
     updates: int | None = None
     rate: float | None = None
 
@@ -101,7 +106,7 @@ class Forecast:
                 "without local"
             )
         workload, fitted = prepare(trace, network)
-        return cls(trace, base, workload, fitted, fitted, updates)
+        return cls(trace, base, workload, fitted, fitted, network, updates)
 
     @classmethod
     def elsewhere(
@@ -127,9 +132,8 @@ class Forecast:
             ClusterError: the cluster asked for cannot be predicted.
             StrategyError, TraceError: as `of`.
         """
-        if nodes or ranks_per_node:
-            network = _as_traced(network, trace)
-        here = cls.of(trace, network, updates=updates)
+        known = traced_network(network, trace) if nodes or ranks_per_node else network
+        here = replace(cls.of(trace, known, updates=updates), calibrated=network)
         hosts, per_host = here.network.hosts, here.network.ranks_per_host
         if rate is not None and (nodes or hosts) == 1:
             raise ClusterError("all ranks are on one host and use no link; give nodes, too")
@@ -161,7 +165,8 @@ class Forecast:
         """Rank what is exact and what is lossy, each on ``base`` and on its best split, and ranks
         that meet rarely, where that pays."""
         every = candidates.every(self.workload, self.network, self.base)
-        rare = self.meetings(self.rank(every)).strategy
+        known = rank(every, self.workload, self.network, self.base, self.updates)
+        rare = self.meetings(known).strategy
         return self.rank(every if rare is None else [*every, rare])
 
     def meetings(self, exchanges: Sequence[Prediction]) -> RareMeetings:
@@ -180,7 +185,12 @@ class Forecast:
 
     def rank(self, strategies: Iterable[Strategy]) -> list[Prediction]:
         """Predict these, the one to prefer first; see ``search.ranking.rank``."""
-        return rank(strategies, self.workload, self.network, self.base, self.updates)
+        here = self.workload, self.network, self.base, self.updates
+        return rank(strategies, *here, self._ensemble)
+
+    def recommended(self, ranked: Sequence[Prediction]) -> Prediction:
+        """The one of these to act on without a measurement; see ``search.ranking.recommended``."""
+        return recommended(ranked, self.base)
 
     def optimal_split(self, *seeds: Strategy) -> ByIndexConfig:
         """Compute the split with the shortest predicted iteration, all else as in the first."""
@@ -283,6 +293,11 @@ class Forecast:
 
         return grow(place, numbers, self.base, fabric, lossy=lossy)
 
+    @cached_property
+    def _ensemble(self) -> Ensemble:
+        networks = self.calibrated, self.measured, self.network
+        return Ensemble.of(self.trace, self.workload, *networks)
+
     def _elsewhere(self, strategy: Strategy, **where: Any) -> list[ScaleOutPoint]:
         here = self.measured
         if here.hosts * here.ranks_per_host != here.world_size:
@@ -292,15 +307,3 @@ class Forecast:
 
     def _plan(self, strategy: Strategy) -> CommPlan:
         return CommPlan.of(strategy, self.workload.gradients, self.network.codecs)
-
-
-def _as_traced(network: NetworkProfile, trace: Trace) -> NetworkProfile:
-    """The network with as many ranks as the trace has, extrapolated if it was measured on others.
-
-    Only where an extrapolation was asked for; otherwise a different number is a mistake.
-    """
-    ranks = int(trace.meta.get("world_size", 1))
-    if ranks in (1, network.world_size):
-        return network
-    hosts = len(set(trace.meta.get("hosts") or [""]))
-    return network.scaled(hosts, ranks // hosts)

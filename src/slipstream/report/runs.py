@@ -97,12 +97,14 @@ class RecordedRun(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Seconds of an iteration: predicted, measured, and the spread of the measurement."""
+    """Seconds of an iteration: predicted, measured, and the spread of the measurement; with the
+    interval in which the prediction expects four of five measurements, where it says one."""
 
     name: str
     predicted: float
     measured: float
     spread: float = 0.0
+    interval: tuple[float, float] | None = None
 
     @property
     def error(self) -> float:
@@ -129,9 +131,12 @@ def comparisons(
     Example:
         >>> trial = {"name": "by_bytes 4", "predicted": 1.0}
         >>> comparisons([], [trial | {"measured": 1.25}, {"name": "by_bytes 4", "measured": 0.75}])
-        [Comparison(name='by_bytes 4', predicted=1.0, measured=1.0, spread=0.0)]
+        [Comparison(name='by_bytes 4', predicted=1.0, measured=1.0, spread=0.0, interval=None)]
     """
-    compared = [Comparison(m.name, p.iteration, m.iteration, _spread(m)) for p, m in pairs]
+    compared = [
+        Comparison(m.name, p.iteration, m.iteration, _spread(m), _interval([p.meta]))
+        for p, m in pairs
+    ]
     by_name: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for trial in trials:
         by_name[str(trial["name"])].append(trial)
@@ -142,7 +147,8 @@ def comparisons(
         )
         if predicted and measured:
             middle = median(spread) if spread else 0.0
-            compared.append(Comparison(name, predicted[0], median(measured), middle))
+            values = predicted[0], median(measured), middle, _interval(of_name)
+            compared.append(Comparison(name, *values))
     return compared
 
 
@@ -152,6 +158,12 @@ def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:
         return Strategy.load(settings).document(full=True)
     except StrategyError:
         return dict(settings)
+
+
+def _interval(said: Iterable[Mapping[str, Any]]) -> tuple[float, float] | None:
+    """The first interval that any of these says."""
+    found = (one["interval"] for one in said if one.get("interval"))
+    return next(((float(low), float(high)) for low, high in found), None)
 
 
 def _spread(run: RecordedRun) -> float:

@@ -128,7 +128,7 @@ def predictions(runs: Sequence[RecordedRun], trials: Sequence[Mapping[str, Any]]
     errors = [abs(one.error) for one in compared]
     unit = chart_unit(max(max(one.predicted, one.measured) for one in compared))
     rows = [
-        [one.name, unit(one.predicted), _with_spread(one, unit), f"{one.error:+.1%}"]
+        [one.name, _with_interval(one, unit), _with_spread(one, unit), f"{one.error:+.1%}"]
         for one in compared
     ]
     figure = comparison_plot(compared[:_MOST_COMPARED])
@@ -139,7 +139,8 @@ def predictions(runs: Sequence[RecordedRun], trials: Sequence[Mapping[str, Any]]
         content += [title, _part_by_part(prediction, measured)]
     remark = (
         f"Predictions are off by {median(errors):.1%} (median) and {max(errors):.1%} (worst). "
-        "Spread: half the distance between the quartiles."
+        "In brackets: where four of five measurements are expected. Spread: half the distance "
+        "between the quartiles."
     )
     return page.section("predictions", "Predicted against measured", remark, *content)
 
@@ -173,6 +174,13 @@ def _part_by_part(prediction: RecordedRun, measured: RecordedRun) -> str:
         for name, before, after in zip(names, predicted, real, strict=True)
     ]
     return page.table(["part", "predicted", "measured", "difference"], rows, totals=True)
+
+
+def _with_interval(one: Comparison, unit: TimeUnit) -> str:
+    if one.interval is None:
+        return unit(one.predicted)
+    low, high = (unit(end) for end in one.interval)
+    return f"{unit(one.predicted)} ({low} to {high})"
 
 
 def _with_spread(one: Comparison, unit: TimeUnit) -> str:

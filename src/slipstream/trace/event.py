@@ -179,6 +179,8 @@ class Trace:
     - ``engine``: ``fully_shard`` where torch's FSDP2 trains; then there are neither segments nor
       gradients, and ``modules`` has the paths of those that it gathers
     - ``versions`` of torch and slipstream
+    - ``cpu_seconds``: by rank, those of the thread that trains in an iteration, the median; where
+      no rank has a GPU
     - ``clock_error``: by rank, the most by which its times can be off, in seconds
     - ``predicted``: true if the trace was simulated; it may then hold few of its ranks
     """

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +83,7 @@ class Recorder:
         self.now = clock
         self._step = -1
         self._begin: Stamp = 0.0
+        self._cpu_begin = 0.0
         self._gpu: _GpuClock | None = None
         self.restart(first_step, num_steps)
 
@@ -91,6 +93,7 @@ class Recorder:
         self.first_step, self._last = first_step, first_step + num_steps - 1
         self._rows: list[_Row] = []
         self._readings: list[_Reading] = []
+        self._cpu: list[float] = []
 
     def stamp(self, device: torch.device) -> Stamp:
         """Now on the CPU; on CUDA the moment at which the current stream gets to this point."""
@@ -106,6 +109,7 @@ class Recorder:
         self._step = step
         if self.active:
             self._begin = self.now() if start is None else start
+            self._cpu_begin = time.thread_time()
 
     def add(self, name: str, start: Stamp, end: Stamp, **args: Any) -> None:
         """Add a span to the current step; does nothing in a step that is not recorded.
@@ -120,6 +124,7 @@ class Recorder:
     def end_step(self, end: Stamp | None = None, **args: Any) -> None:
         """End the iteration, at ``end`` or now."""
         if self.active:
+            self._cpu.append(time.thread_time() - self._cpu_begin)
             self.add(ITERATION, self._begin, self.now() if end is None else end, **args)
         self.active = False
         self.done = self._step >= self._last
@@ -150,20 +155,23 @@ class Recorder:
         if self._gpu is not None:
             self._gpu.synchronize()  # elapsed times exist for completed events only
         error = max((reading.error for reading in self._readings), default=0.0)
-        local = (self._events(), socket.gethostname(), error)
+        busy = median(self._cpu) if self._cpu and self._gpu is None else None
+        local = (self._events(), socket.gethostname(), error, busy)
         parts: list[Any] | None = [local]
         if _size(group) > 1:
             parts = [None] * _size(group) if dist.get_rank(group) == 0 else None
             dist.gather_object(local, parts, group=group, group_dst=0)
         if parts is None:
             return None
-        events, hosts, errors = zip(*parts, strict=True)
-        meta = {
+        events, hosts, errors, cpu = zip(*parts, strict=True)
+        meta: dict[str, Any] = {
             "world_size": len(parts),
             "hosts": list(hosts),
             "versions": {"slipstream": __version__, "torch": torch.__version__},
             "clock_error": list(errors),
         }
+        if None not in cpu:
+            meta["cpu_seconds"] = list(cpu)
         merged = sorted(chain(*events), key=lambda e: (e.start, -e.end, e.rank))
         return Trace(tuple(merged), meta | self.meta)
 

@@ -20,7 +20,8 @@ class Trial:
 
     ``predicted``, ``measured`` and ``spread`` are seconds for as many batches as one iteration of
     the baseline takes, so that strategies that accumulate differently compare. Where the number of
-    updates of the training is known, the first two are means over these.
+    updates of the training is known, the first two are means over these. ``interval`` holds what is
+    measured with a probability of 80 %, where it was predicted.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Trial:
     spread: float | None
     reason: str
     status: Status
+    interval: tuple[float, float] | None = None
 
 
 class Tuned(NamedTuple):
@@ -78,6 +80,10 @@ class TrialLog:
         # Iterations of this strategy that take as many batches as one of the baseline.
         scale = self.base.gradients.accumulate / strategy.gradients.accumulate
         predicted = prediction.seconds * scale if prediction else None
+        interval = None
+        if prediction is not None:
+            low, high = prediction.interval
+            interval = low * scale, high * scale
         status: Status = "not measured"
         measured = spread = None
         if isinstance(outcome, Measurement):
@@ -90,7 +96,8 @@ class TrialLog:
         elif outcome:
             reason, status = f"{reason}; {outcome.reason}", outcome.status
         name, settings = label(strategy), strategy.document()
-        self._trials.append(Trial(name, settings, predicted, measured, spread, reason, status))
+        trial = Trial(name, settings, predicted, measured, spread, reason, status, interval)
+        self._trials.append(trial)
         self.notify(self._trials)
         return measured
 

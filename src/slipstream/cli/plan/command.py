@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from slipstream.cli.plan import options
 from slipstream.cli.plan.growth import plan_growth
 from slipstream.cli.plan.losses import plan_losses, read_goal
 from slipstream.cli.plan.memory import Estimated, Speed, plan_memory
-from slipstream.cli.plan.tables import besides, curve, ranking, ranks
+from slipstream.cli.plan.tables import besides, curve, ranking, ranks, unsure
 from slipstream.cli.strategy_file import write_strategy
 from slipstream.errors import StrategyError
 from slipstream.planner.forecast import Forecast
@@ -151,13 +151,17 @@ class _Answer:
     def predictions(self) -> list[Prediction]:
         return self.forecast.exact() if self.exact_only else self.forecast.all()
 
+    @cached_property
+    def recommended(self) -> Prediction:
+        return self.forecast.recommended(self.predictions)
+
     @property
     def best(self) -> Strategy:
-        return self.predictions[0].strategy
+        return self.recommended.strategy
 
     @cached_property
     def beside(self) -> tuple[list[Beside], tuple[str, ...]]:
-        return self.forecast.beside(self.predictions[0])
+        return self.forecast.beside(self.recommended)
 
     @cached_property
     def meetings(self) -> RareMeetings | None:
@@ -179,6 +183,7 @@ class _Answer:
         return {
             "world_size": network.world_size,
             "extrapolated": network.extrapolated,
+            "recommended": label(self.best),
             "strategies": [
                 {"name": label(p.strategy), **asdict(p), "strategy": p.strategy.document()}
                 for p in self.predictions
@@ -225,20 +230,25 @@ def _deliver(answer: _Answer, output: Path | None, predicted: Path | None, as_js
     if output is not None:
         write_strategy(answer.best, output)
     if predicted is not None:
-        chrome.write(answer.forecast.simulated(answer.best, PREDICTED_STEPS), predicted)
+        future = answer.forecast.simulated(answer.best, PREDICTED_STEPS)
+        meta = {**future.meta, "interval": list(answer.recommended.interval)}
+        chrome.write(replace(future, meta=meta), predicted)
     if as_json:
         typer.echo(json.dumps(answer.document(), indent=2))
         return
     console = Console()
     _print(answer, console)
     if output is not None:
-        console.print(Text(f"The best strategy is in {output}."), soft_wrap=True)
+        what = "strategy of the trace" if answer.best == answer.forecast.base else "best strategy"
+        console.print(Text(f"The {what} is in {output}."), soft_wrap=True)
 
 
 def _print(answer: _Answer, console: Console) -> None:
     """The tables, and what is uncertain about them."""
-    network, best = answer.forecast.network, answer.predictions[0]
-    console.print(ranking(answer.predictions, answer.forecast.base, network))
+    network, best = answer.forecast.network, answer.recommended
+    console.print(ranking(answer.predictions, best, answer.forecast.base, network))
+    if doubt := unsure(answer.predictions[0], best, answer.forecast.base):
+        console.print(Text(doubt))
     if words := besides(*answer.beside, best):
         console.print(words)
     if answer.meetings is not None:
@@ -269,5 +279,5 @@ def _refuse(context: str, **options: object) -> None:
 
 def _point(point: ScaleOutPoint) -> dict[str, Any]:
     where = {"nodes": point.nodes, "ranks": point.ranks, "rate": point.rate}
-    names = ("seconds", "samples_per_second", "efficiency")
+    names = ("seconds", "interval", "samples_per_second", "efficiency")
     return where | {name: getattr(point.prediction, name) for name in names}

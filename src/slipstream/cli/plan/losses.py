@@ -129,10 +129,11 @@ def _known(forecast: Forecast, losses: LossForecast, exact_only: bool) -> _Known
                 ranked += forecast.rank([run.strategy])
             except StrategyError as error:
                 unpriced.append(f"{label(run.strategy)} is left out: {error}")
+    baseline = next(one for one in ranked if one.strategy == forecast.base)
     fastest: dict[str, Timed] = {}
     for one in ranked:  # the one to prefer comes first
-        fastest.setdefault(mathematics(one.strategy), Timed(one.strategy, one.seconds))
+        fastest.setdefault(mathematics(one.strategy), Timed.of(one, baseline))
     with_losses = [one for one in fastest.values() if losses.source(one.strategy) is not None]
-    base = Timed(forecast.base, forecast.seconds(forecast.base))
+    base = Timed.of(baseline, baseline)
     others = [one for one in with_losses if one.strategy != base.strategy]
     return _Known([base, *others], len(fastest) - len(with_losses), unpriced)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
-from math import log
+from math import exp, log
 from statistics import fmean, median
 
 import numpy as np
@@ -20,6 +20,7 @@ from slipstream.planner.iteration.simulate import predict
 from slipstream.planner.iteration.traced import complete_steps, in_flight, workload_of
 from slipstream.planner.iteration.transport_cost import GATHERS, RECIPES
 from slipstream.planner.iteration.workload import Workload
+from slipstream.planner.network.costs import Contention
 from slipstream.planner.network.profile import NetworkProfile
 from slipstream.trace.event import Trace
 
@@ -33,6 +34,13 @@ GRIDS = {
     "latency_slowdown": np.linspace(0.0, 12.0, 13),
 }
 """The numbers that are fitted, and the values that are tried first."""
+
+HALFWAY = 0.5
+"""The part of a fit's move that the contention of the other kind of transport makes, too: whether
+the computing of this training or the traced transport differs from the model, one trace does not
+tell."""
+FARTHEST = log(4.0)
+"""The logarithm of the largest factor by which it moves."""
 
 LEAST_FORWARD = 0.25
 """Of backward: a forward that waited all the time says no more. A half is usual."""
@@ -83,8 +91,9 @@ def without_waits(workload: Workload, trace: Trace, network: NetworkProfile) -> 
 def fit_contention(workload: Workload, trace: Trace, network: NetworkProfile) -> NetworkProfile:
     """The network whose exchanges are slowed down by compute as much as in a trace.
 
-    ``compute_slowdown`` is not fitted: the workload was made by assuming it. Only the contention of
-    the transport that was traced is fitted; that of direct sends and of collectives are apart.
+    ``compute_slowdown`` is not fitted: the workload was made by assuming it. The contention of the
+    transport that was traced is fitted, be it that of direct sends or that of collectives; the
+    other one moves HALFWAY with it, as the same computing is beside both.
 
     Args:
         workload: that of the trace on this network.
@@ -118,7 +127,29 @@ def fit_contention(workload: Workload, trace: Trace, network: NetworkProfile) ->
                 tried = best | {name: value}
                 if (error := cost(tried)) < least - 1e-12:
                     best, least = tried, error
-    return network.with_contention(direct, best)
+    return _shared(network.with_contention(direct, best), network, direct)
+
+
+def moved(measured: Contention, fitted: Contention) -> dict[str, float]:
+    """The moves of slowdowns by a fit: logarithms of factors, of FARTHEST at most."""
+    moves = {n: log((1 + getattr(fitted, n)) / (1 + getattr(measured, n))) for n in GRIDS}
+    return {name: min(max(move, -FARTHEST), FARTHEST) for name, move in moves.items()}
+
+
+def changed(contention: Contention, moves: Mapping[str, float], part: float) -> dict[str, float]:
+    """The slowdowns of a contention after a part of these moves."""
+    values = {n: (1 + getattr(contention, n)) * exp(part * move) - 1 for n, move in moves.items()}
+    return {name: max(value, 0.0) for name, value in values.items()}
+
+
+def _shared(fitted: NetworkProfile, measured: NetworkProfile, direct: bool) -> NetworkProfile:
+    """The fitted network, with the contention of the other kind of transport moved by HALFWAY of
+    what the fit has moved the traced one's."""
+    if fitted.direct is None:
+        return fitted
+    moves = moved(measured.contention(direct), fitted.contention(direct))
+    other = fitted.contention(not direct)
+    return fitted.with_contention(not direct, changed(other, moves, HALFWAY))
 
 
 def _observed(trace: Trace) -> tuple[float, dict[str, float]]:

@@ -99,7 +99,8 @@ class IterationModel:
         self.optimizer = work.optimizer
         if plan.transport in GATHERS:
             part = updated_part(work.gradients, plan.replicated, work.num_ranks)
-            self.optimizer = work.optimizer * part
+            own = network.sharding_seconds * len(work.gradients)
+            self.optimizer = work.optimizer * part + own
         self._backward = work.backward + plan.recompute_share * work.forward
         stretch = self._backward / np.maximum(work.backward, 1e-30)
         self._ready = work.ready * stretch[:, None]

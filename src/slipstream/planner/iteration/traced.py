@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import nan
 from statistics import fmean
 from typing import Any, cast
@@ -71,47 +72,102 @@ def workload_of(trace: Trace, network: NetworkProfile) -> Workload:
             ranks, or ranks disagree about what they exchanged.
         ClusterError: the trace has another number of ranks than the network.
     """
-    if (world_size := int(trace.meta.get("world_size", 1))) > 1:
-        network.check_world(world_size)
-    gradients = gradients_of(trace)
-    steps = complete_steps(trace)
-    transport = traced_transport(trace)
-    slowdown = network.contention(RECIPES[transport].direct).compute_slowdown
-    early = sends_early(transport)
-    measured = [measure(step, gradients, slowdown, early) for step in steps]
-    stacked = {name: np.array([one[name] for one in measured]) for name in measured[0]}
-    typical = {name: np.median(stacked[name], axis=0) for name in MEDIANS}
-    passes = np.median(stacked["passes"], axis=0)
-    # Ranks begin an iteration by their own optimizer later than the last exchange ended.
-    exchanges_ended = np.median(stacked["start"] - typical["optimizer"], axis=1)
-    since = _typical_ranks(stacked["marks"] - exchanges_ended[:, None, None])
-    spent = since[:, -1] - typical["optimizer"] - typical["other"]
-    before = typical["data_wait"] + typical["forward"]
-    backward = np.maximum(spent / passes - before, 0.0)
-    ready = since[:, :-1] - (since[:, -1] - backward)[:, None]
-    reading = np.median(stacked["period"], axis=0) / passes
-    queued = np.median(stacked["queued"], axis=0)  # nan: not known
-    bound = np.where(queued == 0, BEHIND / 10, BEHIND)
-    is_late = typical["data_wait"] > bound * reading
-    is_late &= (np.median(stacked["readers"], axis=0) > 0) & ~(queued > 0)
-    typical["data_wait"] = np.where(is_late, 0.0, typical["data_wait"])
-    hosts = tuple(str(host) for host in trace.meta.get("hosts") or ())
-    part, optimizer = _updated_part(trace, gradients), trace.meta.get("optimizer") or {}
-    return Workload(
-        gradients=gradients,
-        **typical | {"optimizer": typical["optimizer"] / part},
-        backward=backward,
-        ready=np.clip(ready, 0.0, backward[:, None]),
-        buffers_bytes=_buffers_bytes(steps[0]),
-        model=str(trace.meta.get("model", "")),
-        hosts=hosts if len(hosts) == len(backward) else (),
-        optimizer_bytes=round(optimizer.get("bytes", 0) / part),
-        shardable=bool(optimizer.get("shardable")),
-        sgd=bool(optimizer.get("sgd", True)),
-        convolutions=float(trace.meta.get("convolutions", 0.0)),
-        half=in_half(trace),
-        reading=np.where(is_late, reading, 0.0) if is_late.any() else None,
-    )
+    return MeasuredSteps.of(trace, network).typical()
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSteps:
+    """The work of each complete step of a trace.
+
+    Attributes:
+        trace: where they are from.
+        gradients: in ready order.
+        stacked: what `measure` finds, with a row a step.
+        seconds: of each step, the mean over ranks.
+        buffers_bytes: that each step exchanges.
+        sharding_seconds: of each gradient under ``sharded``, as the network says.
+    """
+
+    trace: Trace
+    gradients: tuple[Gradient, ...]
+    stacked: Mapping[str, Array]
+    seconds: Array
+    buffers_bytes: int
+    sharding_seconds: float
+
+    @classmethod
+    def of(cls, trace: Trace, network: NetworkProfile) -> MeasuredSteps:
+        """Measure the steps of a trace; errors as of `workload_of`."""
+        if (world_size := int(trace.meta.get("world_size", 1))) > 1:
+            network.check_world(world_size)
+        gradients = gradients_of(trace)
+        steps = complete_steps(trace)
+        transport = traced_transport(trace)
+        slowdown = network.contention(RECIPES[transport].direct).compute_slowdown
+        early = sends_early(transport)
+        measured = [measure(step, gradients, slowdown, early) for step in steps]
+        return cls(
+            trace,
+            gradients,
+            {name: np.array([one[name] for one in measured]) for name in measured[0]},
+            np.array([fmean(one.duration for one in step) for step in steps]),
+            _buffers_bytes(steps[0]),
+            network.sharding_seconds,
+        )
+
+    def typical(self, chosen: Sequence[int] | Array | None = None) -> Workload:
+        """The workload that is typical of these steps, by their numbers; None: of all."""
+        trace, gradients = self.trace, self.gradients
+        rows = slice(None) if chosen is None else np.asarray(chosen, dtype=int)
+        stacked = {name: values[rows] for name, values in self.stacked.items()}
+        typical = {name: np.median(stacked[name], axis=0) for name in MEDIANS}
+        passes = np.median(stacked["passes"], axis=0)
+        # Ranks begin an iteration by their own optimizer later than the last exchange ended.
+        exchanges_ended = np.median(stacked["start"] - typical["optimizer"], axis=1)
+        since = _typical_ranks(stacked["marks"] - exchanges_ended[:, None, None])
+        spent = since[:, -1] - typical["optimizer"] - typical["other"]
+        before = typical["data_wait"] + typical["forward"]
+        backward = np.maximum(spent / passes - before, 0.0)
+        ready = since[:, :-1] - (since[:, -1] - backward)[:, None]
+        reading = np.median(stacked["period"], axis=0) / passes
+        queued = np.median(stacked["queued"], axis=0)  # nan: not known
+        bound = np.where(queued == 0, BEHIND / 10, BEHIND)
+        is_late = typical["data_wait"] > bound * reading
+        is_late &= (np.median(stacked["readers"], axis=0) > 0) & ~(queued > 0)
+        typical["data_wait"] = np.where(is_late, 0.0, typical["data_wait"])
+        hosts = tuple(str(host) for host in trace.meta.get("hosts") or ())
+        part, state = self._updated_part, trace.meta.get("optimizer") or {}
+        optimizer = np.maximum(typical["optimizer"] - self._of_sharding, 0.0) / part
+        return Workload(
+            gradients=gradients,
+            **typical | {"optimizer": optimizer},
+            backward=backward,
+            ready=np.clip(ready, 0.0, backward[:, None]),
+            buffers_bytes=self.buffers_bytes,
+            model=str(trace.meta.get("model", "")),
+            hosts=hosts if len(hosts) == len(backward) else (),
+            optimizer_bytes=round(state.get("bytes", 0) / part),
+            shardable=bool(state.get("shardable")),
+            sgd=bool(state.get("sgd", True)),
+            convolutions=float(trace.meta.get("convolutions", 0.0)),
+            half=in_half(trace),
+            reading=np.where(is_late, reading, 0.0) if is_late.any() else None,
+        )
+
+    @property
+    def _updated_part(self) -> float:
+        """The part of the parameters that a rank updated."""
+        config = traced_sharding(self.trace)
+        if config is None:
+            return 1.0
+        ranks = int(self.trace.meta.get("world_size", 1))
+        return updated_part(self.gradients, num_replicated(self.gradients, config), ranks)
+
+    @property
+    def _of_sharding(self) -> float:
+        """Seconds of an update that only ``sharded`` takes."""
+        is_sharded = traced_sharding(self.trace) is not None
+        return self.sharding_seconds * len(self.gradients) if is_sharded else 0.0
 
 
 def gradients_of(trace: Trace) -> tuple[Gradient, ...]:
@@ -143,15 +199,6 @@ def in_half(trace: Trace) -> bool:
     precision = (trace.meta.get("strategy") or {}).get("precision")
     kind = precision.get("kind") if isinstance(precision, Mapping) else precision
     return kind == "half_weights"
-
-
-def _updated_part(trace: Trace, gradients: Sequence[Gradient]) -> float:
-    """The part of the parameters that a traced rank updated."""
-    config = traced_sharding(trace)
-    if config is None:
-        return 1.0
-    ranks = int(trace.meta.get("world_size", 1))
-    return updated_part(gradients, num_replicated(gradients, config), ranks)
 
 
 def _typical_ranks(times: Array) -> Array:

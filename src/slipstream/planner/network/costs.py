@@ -47,6 +47,8 @@ class Contention(FrozenModel):
     but at most ``queue_seconds`` (messages queue behind each other). Many exchanges in flight
     together take ``1 + crowd_slowdown`` times as long as their bytes at the rate of the link: each
     rank sends to all others at once, and the last message is late (measured of direct sends).
+    ``noise`` is the standard deviation of the logarithm of such a factor from one measurement to
+    the next; None: it was not measured.
     """
 
     compute_slowdown: float = Field(ge=0)
@@ -55,3 +57,4 @@ class Contention(FrozenModel):
     queue_share: float = Field(ge=0, le=1)
     queue_seconds: float = Field(ge=0)
     crowd_slowdown: float = Field(ge=0, default=0.0)
+    noise: float | None = Field(ge=0, default=None)

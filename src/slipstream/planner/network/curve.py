@@ -43,7 +43,8 @@ class Curve(FrozenModel):
     The whole tensor is the input of an all-reduce, the input of a reduce-scatter and the output of
     an all-gather. ``points`` are the measured (bytes, seconds), ascending; ``pieces`` are lines
     fitted to them (never falling, continuous); ``error_by_decade`` holds the largest relative error
-    of the fit in each decade of bytes. Build one with `fit`.
+    of the fit in each decade of bytes. ``noise`` is the relative standard deviation of a timing,
+    None where it was not measured. Build one with `fit`.
 
     Example:
         >>> curve = Curve.fit([(1000, 0.002), (2000, 0.003), (4000, 0.005)])
@@ -56,6 +57,7 @@ class Curve(FrozenModel):
     error_by_decade: Mapping[str, Seconds]
     trusted: bool
     """False where the fit is off by more than 15 %: beyond the points it is then a guess."""
+    noise: Seconds | None = None
 
     @model_validator(mode="after")
     def _ascends(self) -> Self:
@@ -67,7 +69,7 @@ class Curve(FrozenModel):
         return self
 
     @classmethod
-    def fit(cls, points: Iterable[tuple[int, float]]) -> Self:
+    def fit(cls, points: Iterable[tuple[int, float]], noise: float | None = None) -> Self:
         """The curve through measured points: two sizes or more, each once, times above 0.
 
         Raises:
@@ -93,8 +95,13 @@ class Curve(FrozenModel):
             error = abs(_on_lines(pieces, num_bytes) / seconds - 1.0)
             decade = _decade(num_bytes)
             errors[decade] = max(errors.get(decade, 0.0), round(error, 4))
-        trusted = max(errors.values()) <= WORST_ERROR
-        return cls(points=ordered, pieces=tuple(pieces), error_by_decade=errors, trusted=trusted)
+        return cls(
+            points=ordered,
+            pieces=tuple(pieces),
+            error_by_decade=errors,
+            trusted=max(errors.values()) <= WORST_ERROR,
+            noise=noise,
+        )
 
     @property
     def worst_error(self) -> float:
@@ -152,7 +159,31 @@ class Curve(FrozenModel):
             (m, min(t, startup) * latency + max(t - startup, 0.0) * bandwidth)
             for m, t in self.points
         )
-        return fitted.model_copy(update={"trusted": self.trusted and fitted.trusted})
+        doubts = {"trusted": self.trusted and fitted.trusted, "noise": self.noise}
+        return fitted.model_copy(update=doubts)
+
+    def slowed(self, latency: float, transfer: float) -> Self:
+        """The curve with its latency and the rest multiplied, lines and all: no line is fitted.
+
+        `scaled` is for another network; this is for a thousand guesses about the same one.
+
+        Example:
+            >>> curve = Curve.fit([(1000, 0.002), (2000, 0.003), (4000, 0.005)]).slowed(1.0, 2.0)
+            >>> round(curve.seconds(2000), 6), round(curve.seconds(8000), 6)
+            (0.005, 0.017)
+        """
+        startup = self.latency
+        points = tuple(
+            (m, min(t, startup) * latency + max(t - startup, 0.0) * transfer)
+            for m, t in self.points
+        )
+        pieces = tuple(
+            piece.model_copy(
+                update={"startup": piece.startup * latency, "per_byte": piece.per_byte * transfer}
+            )
+            for piece in self.pieces
+        )
+        return self.model_copy(update={"points": points, "pieces": pieces})
 
 
 # The simulator evaluates one curve thousands of times: its logarithms are computed once.

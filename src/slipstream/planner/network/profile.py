@@ -47,6 +47,9 @@ Curves = Mapping[GroupKind, tuple[CollectiveName, ...]]
 
 LONGEST = 4 * MIB
 """Bytes of a file."""
+SHARDING = 120e-6
+"""Seconds that ``sharded`` computes for each gradient of an update, beside the optimizer: 4 to 5 ms
+of CPU time of the thread that trains, for 38 gradients. The CPU is that of the testbeds."""
 FRAMES = 1514 / 1448
 """Bytes on an Ethernet link for a byte of TCP payload: headers in frames of 1514 bytes."""
 
@@ -116,8 +119,9 @@ class NetworkProfile(Contention):
     """Costs of exchanges on a cluster, and how much they and computing slow each other down.
 
     Where hosts have different numbers of ranks, ``ranks_per_host`` is the largest. ``codecs`` holds
-    what each kind of codec costs a rank, ``half_speed`` what weights of 16 bits bring. The
-    contention is that of the backend's collectives; ``direct`` holds that of direct sends.
+    what each kind of codec costs a rank, ``half_speed`` what weights of 16 bits bring,
+    ``sharding_seconds`` what ``sharded`` computes for each gradient of an update. The contention
+    is that of the backend's collectives; ``direct`` holds that of direct sends.
     ``extrapolated`` says which part was not measured.
 
     Example:
@@ -142,6 +146,7 @@ class NetworkProfile(Contention):
     direct: Contention | None = None
     codecs: Mapping[str, CodecCost] = {}
     half_speed: HalfSpeed | None = None
+    sharding_seconds: float = Field(ge=0, default=SHARDING)
     backend: str
     date: str
     versions: Mapping[str, str]
@@ -160,6 +165,19 @@ class NetworkProfile(Contention):
                 f"{self.ranks_per_host}"
             )
         return self
+
+    def slowed(self, factors: Mapping[CollectiveName, tuple[float, float]]) -> NetworkProfile:
+        """The same where the latency and the rest of each collective take so many times as long."""
+
+        def slower(network: Network) -> Network:
+            curves: dict[str, Curve] = {
+                name: curve.slowed(*factors[name]) if name in factors else curve
+                for name, curve in network.curves.items()
+            }
+            return network.model_copy(update=curves)
+
+        networks = {kind: slower(network) for kind, network in self.networks.items()}
+        return self.model_copy(update={"networks": networks})
 
     def contention(self, direct: bool) -> Contention:
         """That of direct sends, where it was measured, or that of the backend's collectives."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import log
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from slipstream.planner.progress.calibration import LossCalibration, LossRun, ma
 from slipstream.planner.progress.curve import DRAWS, LEAST_UPDATES, LossCurve
 from slipstream.planner.progress.delay import Delay
 from slipstream.planner.search.label import label
+from slipstream.planner.search.ranking import Prediction
 from slipstream.strategy import Strategy
 
 UpdatesFrom = Literal["exact", "measured", "noise scale"]
@@ -28,6 +30,8 @@ from the gradient noise scale."""
 INTERVAL = (0.1, 0.5, 0.9)
 FORECAST_ERROR = 0.05
 """Relative standard error of seconds that were predicted and not measured: docs/planner.md."""
+DEVIATIONS = 1.2816
+"""From the middle of a normal distribution to a bound that holds 80 % with the other one."""
 FAR = 10.0
 """Times the updates of the calibration beyond which a prediction says so."""
 
@@ -52,11 +56,25 @@ class Quantiles(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """A strategy, the seconds of an update under it, and their relative standard error."""
+    """A strategy and the seconds of an update under it, with two relative standard errors.
+
+    Attributes:
+        strategy: under which.
+        seconds: of an update.
+        error: of this strategy alone.
+        common: of all strategies together, which their ratios do not have.
+    """
 
     strategy: Strategy
     seconds: float
     error: float = FORECAST_ERROR
+    common: float = 0.0
+
+    @classmethod
+    def of(cls, one: Prediction, baseline: Prediction) -> Timed:
+        """Take the errors from the intervals of predictions."""
+        own = _error(one.ratio_interval) if one.strategy != baseline.strategy else 0.0
+        return cls(one.strategy, one.seconds, own, _error(baseline.interval))
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +330,14 @@ def verdict(
 def _seconds(timed: Timed) -> Array:
     """Seconds of an update, of each draw."""
     random = np.random.default_rng(_seed(timed.strategy.to_json()) + 1)
-    return np.asarray(timed.seconds * np.exp(timed.error * random.standard_normal(DRAWS)))
+    shared = np.random.default_rng(2**31).standard_normal(DRAWS)  # no seed of another draw
+    errors = timed.error * random.standard_normal(DRAWS) + timed.common * shared
+    return np.asarray(timed.seconds * np.exp(errors))
+
+
+def _error(interval: tuple[float, float]) -> float:
+    """Relative standard error of what an interval holds with 80 %."""
+    return log(interval[1] / interval[0]) / (2 * DEVIATIONS)
 
 
 def _seed(text: str) -> int:
