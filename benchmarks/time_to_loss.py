@@ -433,7 +433,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=1400, help="of the baseline's whole run")
     parser.add_argument("--calibration", type=int, default=220, help="updates that are calibration")
     parser.add_argument("--times", type=int, nargs="+", default=TIMES)
-    parser.add_argument("--rounds", type=int, default=4, help="that count, at each rate")
+    parser.add_argument("--rounds", type=int, default=3, help="that count, at each rate")
     parser.add_argument("--folder", help="keep runs and times here; what lies there is used")
     parser.add_argument("--json", help="also write the figures to this file")
     parser.add_argument("--train", nargs=2, help=argparse.SUPPRESS)
