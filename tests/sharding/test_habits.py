@@ -88,6 +88,14 @@ def scheduled(session: Any, model: Odd, update: Optimizer, step: int) -> None:
     torch.optim.lr_scheduler.StepLR(update, 1, 0.5).step()
 
 
+def profiled(session: Any, model: Odd, update: Optimizer, step: int) -> list[str]:
+    session.backward(model(batch(step, session.rank)))
+    with torch.profiler.profile() as profiler:
+        session.step()
+    # None: a send that it has seen, and that is under way where it stops, breaks memory.
+    return [event.name for event in profiler.events() if event.name.startswith("gloo:")]
+
+
 def reloaded(session: Any, model: Odd, update: Optimizer, step: int) -> None:
     steps(session, step, 1)
     update.load_state_dict(copy.deepcopy(session.checkpoint("optimizer")["optimizer"]))
@@ -131,7 +139,7 @@ HABITS: dict[str, Habit] = {
     habit.__name__: habit
     for habit in (
         *(assign, assign_and_clip, freeze_and_thaw, unused_for_a_while, groups_replaced),
-        *(scheduled, reloaded, reset, written, averaged, evaluated, moved),
+        *(scheduled, profiled, reloaded, reset, written, averaged, evaluated, moved),
     )
 }
 

@@ -82,7 +82,8 @@ class ParameterGather:
     _segments: Sequence[_Segment] = ()
     _order: tuple[str, ...] = ()
     _sender: ThreadPoolExecutor = field(init=False)
-    """Copies and sends all segments but the first, so that the next forward can begin."""
+    """Copies and sends all segments but the first, so that the next forward can begin; while a
+    profiler runs, that one, too."""
 
     def __post_init__(self) -> None:
         self._sender = ThreadPoolExecutor(1, "slipstream-gather")
@@ -114,11 +115,15 @@ class ParameterGather:
         """Send this rank's shards; from now on parameters are pending."""
         rank = self.shards.ranks.rank
         requests = [AllGather(s.rows[rank], s.rows) for s in self._segments]
-        self.transport.prepare(requests)
+        apart = _is_profiled()
+        if apart:
+            self._sender.submit(self.transport.prepare, requests).result()
+        else:
+            self.transport.prepare(requests)
         for number, (segment, request) in enumerate(zip(self._segments, requests, strict=True)):
             own = [self.shards.own_of(parameter).view(-1) for parameter in segment.parameters]
             segment.waits = None
-            if number and request.send.device.type == "cpu":
+            if (number or apart) and request.send.device.type == "cpu":
                 segment.works = self._sender.submit(self._send, segment, own, request)
             else:
                 segment.works = Future()
@@ -198,6 +203,15 @@ class ParameterGather:
                 raise ExchangeError(f"{text}: {error}") from error
         except ExchangeError as explained:
             return explained
+
+
+def _is_profiled() -> bool:
+    """Whether a profiler follows this thread, as it does not follow the one that sends.
+
+    A message that is under way where torch's profiler stops ends in memory that is free by then
+    (torch 2.13, gloo), and what travels here is waited for in the next forward.
+    """
+    return torch.autograd._profiler_enabled()
 
 
 def _find_memory(segment: _Segment) -> None:
