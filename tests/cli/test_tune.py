@@ -82,7 +82,7 @@ def test_it_measures_real_ranks_and_writes_what_it_found(slipstream, monkeypatch
     assert code == 0, err
     log = json.loads(Path("trials.json").read_text())
     assert set(log[0]) == {
-        "name", "strategy", "predicted", "measured", "spread", "reason", "status"
+        "name", "strategy", "predicted", "interval", "measured", "spread", "reason", "status"
     }  # fmt: skip
     first, kept, *others = [trial for trial in log if trial["status"] != "not measured"]
     assert first["reason"] == "the baseline"
