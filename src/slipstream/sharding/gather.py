@@ -211,7 +211,7 @@ def _is_profiled() -> bool:
     A message that is under way where torch's profiler stops ends in memory that is free by then
     (torch 2.13, gloo), and what travels here is waited for in the next forward.
     """
-    return torch.autograd._profiler_enabled()
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
 
 def _find_memory(segment: _Segment) -> None:
