@@ -93,6 +93,26 @@ POINTS = 8
 """On a curve of losses."""
 
 
+def small_gpt2(vocabulary: int, length: int, width: int, *, tied: bool = True) -> nn.Module:
+    """Two layers, without dropout; ``tied``: words are read by the weights that embed them."""
+    config = GPT2Config(
+        vocab_size=vocabulary,
+        n_positions=length,
+        n_embd=width,
+        n_layer=2,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"
+    return model
+
+
 def causal_task(batch: int = 4) -> Task:
     """The next word of Python's standard library: a small GPT-2; the score is the loss."""
     vocabulary, length, width = 2048, 64, 128
@@ -102,21 +122,7 @@ def causal_task(batch: int = 4) -> Task:
     held_out, train = rows[order[:256]], rows[order[256:]]
 
     def build() -> nn.Module:
-        config = GPT2Config(
-            vocab_size=vocabulary,
-            n_positions=length,
-            n_embd=width,
-            n_layer=2,
-            n_head=4,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-        model = GPT2LMHeadModel(config)
-        model.loss_type = "ForCausalLM"
-        return model
+        return small_gpt2(vocabulary, length, width)
 
     def sample(seed: int, step: int, rank: int) -> Any:
         random = torch.Generator().manual_seed((seed * 10**6 + step) * 64 + rank)

@@ -22,7 +22,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -301,22 +301,34 @@ KINDS: dict[str, tuple[float, Callable[[random.Random], Kind]]] = {
 """By name, how long it is watched, and a draw of it."""
 
 
-def searches_in(seconds: float, kind: Kind) -> list[int]:
-    """Updates after which a search begins."""
-    detector, block, found, now, updates, pause = ChangeDetector(), [], [], 0.0, 0, SEARCH
-    while now < seconds:
-        update = UPDATE * kind(now)
-        now, updates = now + update, updates + 1
+def searches(
+    seconds: Iterable[float], detector: ChangeDetector | None = None, pause: int = 0
+) -> list[int]:
+    """Updates after which a search begins; those of a search itself, ``pause`` at first, are not
+    seen."""
+    detector = detector or ChangeDetector()
+    found: list[int] = []
+    block: list[float] = []
+    for number, update in enumerate(seconds, 1):
         if pause:
             pause -= 1
             continue
         block.append(update)
         if len(block) == BLOCK:
             if detector.see(block, block) is not None:
-                found.append(updates)
+                found.append(number)
                 pause = SEARCH
             block = []
     return found
+
+
+def drawn(seconds: float, kind: Kind) -> Iterator[float]:
+    """Seconds of updates, for so long in all."""
+    now = 0.0
+    while now < seconds:
+        update = UPDATE * kind(now)
+        now += update
+        yield update
 
 
 def hours() -> list[dict[str, Any]]:
@@ -327,8 +339,9 @@ def hours() -> list[dict[str, Any]]:
 def _hour(
     name: str, seconds: float, kind: Callable[[random.Random], Kind]
 ) -> Iterator[tuple[str, Any]]:
-    searches = [len(searches_in(seconds, kind(random.Random(seed)))) for seed in range(SEEDS)]
-    yield from (("name", name), ("hours", seconds / HOUR), ("searches", searches))
+    draws = (drawn(seconds, kind(random.Random(seed))) for seed in range(SEEDS))
+    counts = [len(searches(draw, pause=SEARCH)) for draw in draws]
+    yield from (("name", name), ("hours", seconds / HOUR), ("searches", counts))
     at, seen = 1000.0, []
     for seed in range(SEEDS):
         noise = kind(random.Random(seed))
@@ -338,7 +351,7 @@ def _hour(
             instants.append(now)
             return noise(now) * (10.0 if now > at else 1.0)
 
-        found = searches_in(at + 2 * HOUR, slower)
+        found = searches(drawn(at + 2 * HOUR, slower), pause=SEARCH)
         seen.append([n - sum(now <= at for now in instants) for n in found if instants[n - 1] > at])
     yield "seen", [updates[0] if updates else None for updates in seen]
 

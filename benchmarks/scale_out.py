@@ -39,7 +39,7 @@ from slipstream.gradients.layout import Gradient
 from slipstream.planner.iteration.workload import Workload
 from slipstream.planner.network.fit import Array
 from slipstream.planner.network.profile import FRAMES, NetworkProfile
-from slipstream.planner.scale_out.collectives import LinkSpeed, network, ring_all_reduce
+from slipstream.planner.scale_out.collectives import LinkSpeed, machines, network, ring_all_reduce
 from slipstream.planner.scale_out.growth import Placement, techniques
 from slipstream.planner.scale_out.shape import ScaleOutConfig
 from slipstream.planner.scale_out.transformer import profile, workload
@@ -296,20 +296,7 @@ def _slow_row(row: Published, kind: str, algorithm: Mapping[str, float]) -> Row:
 
 def _shaped(ranks: int, rate: float) -> NetworkProfile:
     """Machines of one rank on links of this rate, bytes/s."""
-    return NetworkProfile(
-        world_size=ranks,
-        hosts=ranks,
-        ranks_per_host=1,
-        networks={"world": network("world", ranks, LinkSpeed(0.0, rate), trees=False)},
-        compute_slowdown=0.0,
-        exchange_slowdown=0.0,
-        latency_slowdown=0.0,
-        queue_share=0.0,
-        queue_seconds=0.0,
-        backend="nccl",
-        date="",
-        versions={},
-    )
+    return machines({"world": network("world", ranks, LinkSpeed(0.0, rate), trees=False)}, ranks, 1)
 
 
 # 175 billion parameters on up to 12,288 GPUs.

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import GPT2Config, GPT2LMHeadModel
 
-from benchmarks.local import Residual
+from benchmarks.local import Residual, small_gpt2
 from examples import data
 
 VOCABULARY, LENGTH, WIDTH = 1024, 32, 64
@@ -47,22 +46,7 @@ def causal(batch: int = 4) -> Task:
     rows = tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)
 
     def build() -> nn.Module:
-        config = GPT2Config(
-            vocab_size=VOCABULARY,
-            n_positions=LENGTH,
-            n_embd=WIDTH,
-            n_layer=2,
-            n_head=4,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-        model = GPT2LMHeadModel(config)
-        model.loss_type = "ForCausalLM"
-        return model
+        return small_gpt2(VOCABULARY, LENGTH, WIDTH, tied=False)
 
     def sample(seed: int, number: int, rank: int) -> Any:
         chosen = torch.randint(len(rows), (batch,), generator=_random(seed, number, rank))

@@ -113,6 +113,17 @@ def same_bits(a: nn.Module, b: nn.Module) -> bool:
     return digest(a) == digest(b)
 
 
+def equal(first: Any, second: Any) -> bool:
+    """Bit for bit, tensors in dictionaries and lists, too."""
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(equal(first[k], second[k]) for k in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(equal, first, second))
+    return bool(first == second)
+
+
 def digest(model: nn.Module) -> str:
     """Names and bytes of all parameters and buffers in a few letters, to compare between ranks."""
     found = hashlib.sha256()

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from benchmarks.replan import SEARCH, searches
 from slipstream.tuner.change import (
     CHANGE,
     MOST_PATIENCE,
@@ -20,27 +20,8 @@ from slipstream.tuner.change import (
 )
 from slipstream.tuner.speed_watch import BLOCK
 
-SEARCH = 60
-"""Updates that a search takes, in which nothing is watched."""
 LONG = 1.0
 """Seconds of an update from which on the number of updates decides, not their seconds."""
-
-
-def changes(seconds: Iterable[float], detector: ChangeDetector | None = None) -> list[int]:
-    """Updates after which a change is found, where a search follows each."""
-    detector = detector or ChangeDetector()
-    found, block, pause = [], [], 0
-    for number, update in enumerate(seconds, 1):
-        if pause:
-            pause -= 1
-            continue
-        block.append(update)
-        if len(block) == BLOCK:
-            if detector.see(block, block) is not None:
-                found.append(number)
-                pause = SEARCH
-            block = []
-    return found
 
 
 def noisy(chance: random.Random, sigma: float) -> float:
@@ -64,7 +45,7 @@ def test_a_change_for_good_is_found_soon_and_once(
     chance = random.Random(seed)
     level = 1 / factor if faster else factor
     seconds = [40 * noisy(chance, sigma) * (level if n >= at else 1) for n in range(at + 600)]
-    (found,) = changes(seconds)
+    (found,) = searches(seconds)
     assert at < found <= at + UPDATES + 3 * BLOCK
 
 
@@ -82,7 +63,7 @@ def test_noise_bursts_and_drift_are_no_change(
         slow = 10 if number > 200 and number % 250 < burst else 1  # for a moment
         return LONG * day * slow * noisy(chance, sigma)
 
-    assert changes(map(update, range(1500))) == []
+    assert searches(map(update, range(1500))) == []
 
 
 @settings(max_examples=20, deadline=None)
@@ -92,42 +73,42 @@ def test_a_network_that_goes_up_and_down_costs_little(
 ) -> None:
     updates = 10_000
     seconds = (LONG * (factor if n % period < part * period else 1) for n in range(updates))
-    assert len(changes(seconds)) * SEARCH <= updates / 10
+    assert len(searches(seconds)) * SEARCH <= updates / 10
 
 
 def test_short_updates_must_last_for_seconds() -> None:
     blocks = [[0.01] * BLOCK] * 400 + [[0.05] * BLOCK] * 30 + [[0.01] * BLOCK] * 100
-    assert changes(second for block in blocks for second in block) == []  # 24 seconds of it
+    assert searches(second for block in blocks for second in block) == []  # 24 seconds of it
 
 
 @pytest.mark.parametrize(("factor", "found"), [(CHANGE * 1.01, True), (CHANGE * 0.99, False)])
 def test_the_bound(factor: float, found: bool) -> None:
-    assert bool(changes([LONG] * 128 + [factor * LONG] * 128)) == found
+    assert bool(searches([LONG] * 128 + [factor * LONG] * 128)) == found
 
 
 def test_noise_that_overlaps_is_no_change_however_much_it_moves() -> None:
     ones, others = [1.0, 3.0] * 8, [3.0, 1.0, 3.0, 3.0] * 4  # medians 2 and 3
     assert UpdateTimes.of(others, others).middle >= CHANGE * UpdateTimes.of(ones, ones).middle
-    assert changes(ones * 8 + others * 20) == []
+    assert searches(ones * 8 + others * 20) == []
 
 
 def test_patience_doubles_to_a_bound_and_comes_back_in_calm() -> None:
     detector, patience = ChangeDetector(), [1]
     for number in range(7):
-        changes([LONG if number % 2 else 10.0] * (4 * detector.patience * UPDATES), detector)
+        searches([LONG if number % 2 else 10.0] * (4 * detector.patience * UPDATES), detector)
         patience.append(detector.patience)
     assert patience == sorted(patience)
     assert patience[-1] == MOST_PATIENCE
-    changes([10.0] * (11 * MOST_PATIENCE * UPDATES), detector)
+    searches([10.0] * (11 * MOST_PATIENCE * UPDATES), detector)
     assert detector.patience == MOST_PATIENCE // 2
 
 
 def test_a_state_goes_on() -> None:
     one, other = ChangeDetector(), ChangeDetector()
-    changes([LONG] * UPDATES, one)
+    searches([LONG] * UPDATES, one)
     other.load(one.state())
     assert other.before == one.before
-    assert changes([LONG / 3] * UPDATES * 2, other) == [UPDATES + 2 * BLOCK]  # 30 seconds
+    assert searches([LONG / 3] * UPDATES * 2, other) == [UPDATES + 2 * BLOCK]  # 30 seconds
     other.load(None)
     assert (other.before, other.patience) == (None, 1)
 

@@ -34,6 +34,7 @@ from slipstream.strategy import ByIndexConfig, ShardedConfig
 from slipstream.transport.place import Place
 from slipstream.tuner import online_search
 from tests.harness.ranks import Ranks
+from tests.harness.reference import equal
 
 UPDATES = 24
 KEPT = UPDATES + 3
@@ -102,17 +103,6 @@ class Training:
     def state(self) -> dict[str, Any]:
         """Everything, whole, on every rank."""
         return copy.deepcopy(self.session.checkpoint())
-
-
-def equal(first: Any, second: Any) -> bool:
-    """Bit for bit."""
-    if isinstance(first, torch.Tensor):
-        return torch.equal(first, second)
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(equal(first[k], second[k]) for k in first)
-    if isinstance(first, list | tuple):
-        return len(first) == len(second) and all(map(equal, first, second))
-    return bool(first == second)
 
 
 @pytest.fixture(scope="module")

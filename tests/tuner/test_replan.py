@@ -25,6 +25,7 @@ from slipstream.transport.place import Place
 from slipstream.tuner import online_search, speed_watch
 from slipstream.tuner.change import ChangeDetector
 from tests.harness.ranks import PerRank, Ranks
+from tests.harness.reference import equal
 
 SEARCH, LASTS = 24, 8
 """Updates of a search, and those that a change must last."""
@@ -145,17 +146,6 @@ class Training:
                 row.split("│")[2].strip() for row in report.splitlines() if "│" in row
             ),
         }
-
-
-def equal(first: Any, second: Any) -> bool:
-    """Bit for bit."""
-    if isinstance(first, torch.Tensor):
-        return torch.equal(first, second)
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(equal(first[k], second[k]) for k in first)
-    if isinstance(first, list | tuple):
-        return len(first) == len(second) and all(map(equal, first, second))
-    return bool(first == second)
 
 
 def steps(*levels: tuple[int, float]) -> Callable[[int], float]:

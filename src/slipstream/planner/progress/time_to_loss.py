@@ -20,7 +20,7 @@ from slipstream.planner.progress.calibration import LossCalibration, LossRun, ma
 from slipstream.planner.progress.curve import DRAWS, LEAST_UPDATES, LossCurve
 from slipstream.planner.progress.delay import Delay
 from slipstream.planner.search.label import label
-from slipstream.planner.search.ranking import Prediction
+from slipstream.planner.search.ranking import DEVIATIONS, Prediction
 from slipstream.strategy import Strategy
 
 UpdatesFrom = Literal["exact", "measured", "noise scale"]
@@ -30,8 +30,6 @@ from the gradient noise scale."""
 INTERVAL = (0.1, 0.5, 0.9)
 FORECAST_ERROR = 0.05
 """Relative standard error of seconds that were predicted and not measured: docs/planner.md."""
-DEVIATIONS = 1.2816
-"""From the middle of a normal distribution to a bound that holds 80 % with the other one."""
 FAR = 10.0
 """Times the updates of the calibration beyond which a prediction says so."""
 

@@ -14,6 +14,7 @@ Sources: Thakur, Rabenseifner and Gropp 2005 (ring); Sanders, Speck and Traeff 2
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from slipstream.planner.network.curve import Curve, Piece
@@ -118,6 +119,32 @@ def network(
         direct_all_reduce=straight,
         reduce_scatter=_curve(half),
         all_gather=_curve(half),
+    )
+
+
+def machines(
+    networks: Mapping[GroupKind, Network], hosts: int, ranks_per_host: int
+) -> NetworkProfile:
+    """Build the profile of machines that compute as fast beside an exchange.
+
+    Args:
+        networks: of all ranks, and of those inside and between hosts.
+        hosts, ranks_per_host: whose product is the number of ranks.
+    """
+    return NetworkProfile(
+        world_size=hosts * ranks_per_host,
+        hosts=hosts,
+        ranks_per_host=ranks_per_host,
+        networks=networks,
+        compute_slowdown=0.0,
+        exchange_slowdown=0.0,
+        latency_slowdown=0.0,
+        queue_share=0.0,
+        queue_seconds=0.0,
+        backend="nccl",
+        date="",
+        versions={},
+        extrapolated="computed from the shape of a training",
     )
 
 

@@ -21,6 +21,7 @@ from slipstream.planner.iteration.workload import Workload
 from slipstream.planner.network.profile import GroupKind, Network, NetworkProfile
 from slipstream.planner.scale_out.collectives import (
     LinkSpeed,
+    machines,
     network,
     ring_all_reduce,
     uplink_slowdown,
@@ -132,21 +133,7 @@ def profile(shape: ScaleOutConfig, ranks: int) -> NetworkProfile:
         shared = _between(machine, groups * per_host)
         networks["intra"] = network("intra", per_host, inside)
         networks["inter"] = network("inter", hosts, shared, direct=slowdown)
-    return NetworkProfile(
-        world_size=replicas,
-        hosts=hosts,
-        ranks_per_host=per_host,
-        networks=networks,
-        compute_slowdown=0.0,
-        exchange_slowdown=0.0,
-        latency_slowdown=0.0,
-        queue_share=0.0,
-        queue_seconds=0.0,
-        backend="nccl",
-        date="",
-        versions={},
-        extrapolated="computed from the shape of a training",
-    )
+    return machines(networks, hosts, per_host)
 
 
 def _inside(machine: MachineConfig) -> LinkSpeed:

@@ -45,7 +45,7 @@ accumulation alone, and between others: the standard deviation of its logarithm.
 `benchmarks/results/prediction.json` four fifths of 42 ratios each are within 3.1 % and 7.9 %."""
 REPLAY = 0.014
 """Its own error of an iteration that it replays from the iteration's trace, likewise."""
-_EIGHTY = 1.2816
+DEVIATIONS = 1.2816
 """Standard deviations on either side of the mean that hold 80 % of a normal distribution."""
 
 Bounds = tuple[float, float]
@@ -279,7 +279,7 @@ def _interval(logarithms: Sequence[float], *errors: float) -> Bounds:
     """80 % around the first, from how far the others are from it and from independent errors."""
     middle, *others = logarithms
     spread = fmean((one - middle) ** 2 for one in others) if others else 0.0
-    reach = _EIGHTY * sqrt(spread + sum(error**2 for error in errors))
+    reach = DEVIATIONS * sqrt(spread + sum(error**2 for error in errors))
     return exp(middle - reach), exp(middle + reach)
 
 
