@@ -98,24 +98,27 @@ def accumulate(stats: TraceStats) -> Finding | None:
     """Fires when exposed exchanges take more than half of compute, even at the best strategy.
 
     Proposes the fewest of 2, 4, 8 passes after which they take no more than half of the compute of
-    a window, else 8. Gain: as predicted, for as many batches as an iteration has now. Only a note:
-    a larger batch is another training recipe.
+    a window, else 8. Gain: as predicted, for as many batches as an iteration has now, and no more
+    than the exposed exchange. Only a note: a larger batch is another training recipe.
     """
     what_if = stats.what_if
-    if what_if is None or what_if.exposed <= EXPOSED * stats.compute or not stats.compute:
+    if what_if is None or not stats.compute:
         return None
-    enough = (n for n in (2, 4) if what_if.exposed <= EXPOSED * n * stats.compute)
+    exposed = min(what_if.exposed, stats.exposed_exchange)
+    if exposed <= EXPOSED * stats.compute:
+        return None
+    enough = (n for n in (2, 4) if exposed <= EXPOSED * n * stats.compute)
     passes, base = next(enough, MAX_PASSES), what_if.base.strategy
     total = passes * base.gradients.accumulate
     return Finding(
         "note",
         "gradients.accumulate",
-        f"Exposed exchanges take {format_seconds(what_if.exposed)} at the best strategy, compute "
+        f"Exposed exchanges take {format_seconds(exposed)} at the best strategy, compute "
         f"{format_seconds(stats.compute)}.",
         f"Exchange once in {passes} backward passes, if the training allows it. This changes the "
         f"recipe: the batch of an update is {passes} times as large, there are {passes} times "
         "fewer updates, and learning rate and warm-up need new values.",
-        max(what_if.gain(base.with_gradients(accumulate=total)), 0.0),
+        min(max(what_if.gain(base.with_gradients(accumulate=total)), 0.0), exposed),
         {"gradients": {"accumulate": total}},
     )
 
