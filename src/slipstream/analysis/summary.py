@@ -103,7 +103,8 @@ def document(
 
 
 def strategy_words(settings: Mapping[str, Any]) -> Iterator[str]:
-    """A strategy in a few words: kinds without their fields, without trace settings and nulls.
+    """A strategy in a few words: kinds without their fields, without nulls and what only watches
+    (traces, checks).
 
     Example:
         >>> list(strategy_words({"gradients": {"split": {"kind": "single"}, "overlap": False}}))
@@ -112,7 +113,7 @@ def strategy_words(settings: Mapping[str, Any]) -> Iterator[str]:
         ['prefetch']
     """
     for name, value in settings.items():
-        if name == "trace" or value is None:
+        if name in ("trace", "checks") or value is None:
             continue
         if name == "parallel":
             yield from _parallel_words(value)
