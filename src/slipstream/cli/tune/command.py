@@ -130,17 +130,7 @@ def tune(
         raise LaunchError(
             "--cluster has no effect without --allow-lossy: exact choices are measured"
         )
-    if to_loss is None and losses is not None:
-        raise LaunchError("--losses has no effect without --to-loss")
-    if to_loss is not None and exact_only:
-        raise LaunchError(
-            "--to-loss compares strategies that change the mathematics: add --allow-lossy. Exact "
-            "ones reach every loss in the same number of updates, so that the fastest is first"
-        )
-    if to_loss is not None and steps is not None:
-        check_updates(steps)
-    losses = losses or Path("losses.json")
-    options.check_writable("--losses", losses if to_loss is not None else None)
+    losses = _check_losses(losses, to_loss, steps, exact_only=exact_only)
     known = NetworkProfile.load(cluster) if cluster else None
     folder = log_folder("tune-")
     LaunchSpec(script=script, log_dir=folder)  # checks that the script exists
@@ -233,6 +223,30 @@ def _check_not_lost(output: Path, strategy: str | None) -> None:
             f"--output {output} exists and would be overwritten: start from it (--strategy "
             f"{output}), or choose another file"
         )
+
+
+def _check_losses(
+    losses: Path | None, to_loss: float | None, steps: int | None, *, exact_only: bool
+) -> Path:
+    """Choose the file of losses.
+
+    Raises:
+        LaunchError: an option of --to-loss lacks it, or it lacks another one.
+    """
+    if to_loss is None:
+        if losses is not None:
+            raise LaunchError("--losses has no effect without --to-loss")
+        return Path()
+    if exact_only:
+        raise LaunchError(
+            "--to-loss compares strategies that change the mathematics: add --allow-lossy. Exact "
+            "ones reach every loss in the same number of updates, so that the fastest is first"
+        )
+    if steps is not None:
+        check_updates(steps)
+    losses = losses or Path("losses.json")
+    options.check_writable("--losses", losses)
+    return losses
 
 
 def _start(strategy: Strategy) -> Strategy:
