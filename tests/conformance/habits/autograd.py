@@ -250,3 +250,12 @@ def autocast_outside(run: Loop) -> None:
     for _ in range(3):
         with torch.autocast("cpu", torch.bfloat16):  # its casts of weights live as long
             run.update()
+
+
+@habit("torch.profiler around an update")
+def profiled(run: Loop) -> None:
+    run.start()
+    run.update()
+    with torch.profiler.profile():  # stops while what an update leaves is on its way
+        run.update()
+    run.update()
