@@ -31,6 +31,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, ResNetConfig, ResNetForImageClassification
 
@@ -64,6 +66,7 @@ STRATEGIES: Mapping[str, Mapping[str, object]] = {
     "sharded, a third replicated": {"transport": {"kind": "sharded", "replicated": 1 / 3}},
 }
 BASELINE = "default"
+ROWS = "rows.json"
 
 Make = Callable[[], tuple[nn.Module, Loss]]
 
@@ -160,11 +163,12 @@ def train(name: str, rounds: int, folder: Path) -> None:
     ranks = connect(from_environ(), torch.device("cpu"))
     block(model, loss_of, Strategy(), WARM_UP + ITERATIONS)
     rows: list[Row] = []
-    for number in range(rounds):
+    console = Console(stderr=True, quiet=dist.get_rank() != 0)
+    for number in track(range(rounds), name, console=console):
         found = one_round(model, loss_of, ranks, folder / str(number))
         rows += [Row(name, number, *values) for values in found]
     if dist.get_rank() == 0:
-        (folder / "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
+        (folder / ROWS).write_text(json.dumps([asdict(row) for row in rows]))
 
 
 def one_round(
@@ -185,6 +189,7 @@ def one_round(
     session.close()
     said: tuple[list[Prediction], Prediction] | None = None
     if dist.get_rank() == 0:
+        network.save(folder / "network.json")
         forecast = Forecast.of(chrome.read(folder / "trace.json"), network)
         exact = forecast.exact()
         fixed = [Strategy.load({"gradients": dict(one)}) for one in STRATEGIES.values()]
@@ -234,6 +239,17 @@ def block(model: nn.Module, loss_of: Loss, strategy: Strategy, iterations: int) 
     return float(spent) / dist.get_world_size()
 
 
+def measure(setup: SetUp, argv: list[str]) -> None:
+    """Start this module's ranks with ``argv``; a failure of theirs ends this process."""
+    if setup.rate is None:
+        code = on_loopback(argv, setup.ranks)
+    else:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        code = on_testbed(argv, setup.ranks, setup.rate)
+    if code:
+        sys.exit(code)
+
+
 def verdict(rows: list[Row]) -> dict[str, Any]:
     """Count what the bar is about."""
     others = [row for row in rows if row.strategy != BASELINE]
@@ -254,6 +270,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--setups", nargs="+", choices=SET_UPS, default=[*SET_UPS])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--folder", help="keep rows here; set-ups whose rows lie there are done")
     parser.add_argument("--json", help="also write the figures to this file")
     parser.add_argument("--rank-of", nargs=2, metavar=("SETUP", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -261,18 +278,13 @@ def main() -> None:
         train(args.rank_of[0], args.rounds, Path(args.rank_of[1]))
         return
     rows: list[Row] = []
-    for name in args.setups:
-        setup = SET_UPS[name]
-        with tempfile.TemporaryDirectory() as folder:
-            argv = ["--rank-of", name, folder, "--rounds", str(args.rounds)]
-            if setup.rate is None:
-                code = on_loopback(argv, setup.ranks)
-            else:
-                os.environ["OMP_NUM_THREADS"] = "1"
-                code = on_testbed(argv, setup.ranks, setup.rate)
-            if code:
-                sys.exit(code)
-            rows += [Row(**row) for row in json.loads(Path(folder, "rows.json").read_text())]
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in args.setups:
+            place = Path(args.folder or temporary, name.replace("/", " ")).resolve()
+            place.mkdir(parents=True, exist_ok=True)
+            if not (place / ROWS).is_file():
+                measure(SET_UPS[name], ["--rank-of", name, str(place), f"--rounds={args.rounds}"])
+            rows += [Row(**row) for row in json.loads((place / ROWS).read_text())]
     found = {**verdict(rows), "rounds": args.rounds, "cores": len(os.sched_getaffinity(0))}
     finish(args.json, "shared_cores", {**found, "rows": [asdict(row) for row in rows]})
 
