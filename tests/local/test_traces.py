@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
+from statistics import fmean
 
 import pytest
+import torch
 
 import slipstream
 from slipstream.analysis.ascii_timeline import ascii_timeline
 from slipstream.analysis.breakdown import breakdown
+from slipstream.planner.progress.calibration import cosine_of_changes
 from slipstream.report.bars import lay_out
 from slipstream.report.runs import RecordedRun
 from slipstream.trace import chrome
@@ -16,6 +20,7 @@ from slipstream.trace.event import ITERATION, MEETING_WAIT, Event, Trace, is_mee
 from slipstream.trace.recorder import Recorder
 from slipstream.trace.timeline import timeline
 from tests.harness.ranks import Ranks
+from tests.local.reference import flat
 from tests.local.test_training import build, loss_of, sgd
 
 
@@ -52,6 +57,44 @@ def test_each_meeting_is_there_with_its_wait(tmp_path: Path, delay: int) -> None
         parts = breakdown(one).parts
         waited = sum(e.duration for e in one.events if e.name == MEETING_WAIT)
         assert parts.exposed == pytest.approx(waited)
+
+
+def first_changes(folder: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What this rank changes alone until ranks meet, and together with the others."""
+    model = build()
+    begin, alone = values(model), deepcopy(model)
+    optimizer = sgd(alone)
+    strategy = {
+        "local": {"steps": 4, "lr": 1.0, "momentum": 0.0},
+        "trace": {"steps": 5, "skip": 0, "folder": folder, "norms": True},
+    }
+    with slipstream.accelerate(model, sgd(model), None, strategy) as session:
+        for update in range(5):  # a meeting belongs to the iteration behind it
+            changes = values(alone) - begin, values(model) - begin
+            session.backward(loss_of(model, session.rank, update))
+            session.step()
+            optimizer.zero_grad()
+            loss_of(alone, session.rank, update).backward()
+            optimizer.step()
+    return changes
+
+
+def values(model: torch.nn.Module) -> torch.Tensor:
+    return flat([*model.parameters()])
+
+
+def test_norms_tell_how_far_ranks_agree(tmp_path: Path) -> None:
+    with Ranks(2) as two:
+        changes = two.run(first_changes, str(tmp_path))
+    trace = chrome.read(tmp_path / "trace.json")
+    sent = {event.rank: event.args for event in trace.events if is_meeting(event.name)}
+    for rank, (own, mean) in enumerate(changes):
+        assert sent[rank]["own_norm2"] == pytest.approx(float(own.square().sum()))
+        assert sent[rank]["average_norm2"] == pytest.approx(float(mean.square().sum()))
+    (first, _), (second, _) = changes
+    product = float(first @ second) / fmean(float(one.square().sum()) for one in (first, second))
+    assert cosine_of_changes(trace) == pytest.approx(product)
+    assert not any("own_norm2" in e.args for e in trace.events if e.name == ITERATION)
 
 
 def test_drawings_show_a_meeting() -> None:

@@ -7,19 +7,23 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from slipstream.cli.time_to_loss import agreement
 from slipstream.errors import LaunchError, StrategyError
 from slipstream.planner.search.ranking import Prediction
 from slipstream.strategy import Strategy
 from slipstream.trace import Event, Trace
+from slipstream.trace.event import meeting_span
 from slipstream.tuner.to_loss import LossTuner, check_updates
 from slipstream.tuner.trials import Failure, Measurement
 
-SECONDS = {"": 1.0, "int8": 0.6, "onebit": 0.3, "accumulate": 1.2}
-WORTH = {"": 1.0, "int8": 0.98, "onebit": 0.2, "accumulate": 1.9}
+SECONDS = {"local": 0.5, "": 1.0, "int8": 0.6, "onebit": 0.3, "accumulate": 1.2}
+WORTH = {"local": 0.9, "": 1.0, "int8": 0.98, "onebit": 0.2, "accumulate": 1.9}
 """Updates of the baseline for one of theirs."""
 
 
 def kind_of(strategy: Strategy) -> str:
+    if strategy.local is not None:
+        return "local"
     if strategy.gradients.accumulate > 1:
         return "accumulate"
     return strategy.gradients.codec.kind if strategy.gradients.codec else ""
@@ -49,8 +53,13 @@ class Script:
             Event("iteration", rank, step, step * seconds, (step + 1) * seconds, args)
             for rank in (0, 1)
             for step, loss in enumerate(losses)
-            for args in [{"loss": float(loss), **of_norms}]
+            for args in [{"loss": float(loss), **({} if kind == "local" else of_norms)}]
         ]
+        if kind == "local":
+            events += [
+                Event(meeting_span(1), rank, 4, 4.0, 4.5, {"update": 4, **of_norms})
+                for rank in (0, 1)
+            ]
         return Measurement(seconds, 0.01, self.wall, Trace(tuple(events)))
 
     def tuner(self, budget: float = 100.0, loss: float = 1.16) -> LossTuner:
@@ -87,6 +96,22 @@ def test_runs_pair_with_the_baseline_and_the_soonest_is_chosen() -> None:
     assert of_onebit.strategy.gradients.codec.start_step == 0  # as it ran
     assert of_onebit.ratio.low > 1
     assert len(tuned.trials) == len(script.runs)
+
+
+def test_what_ranks_have_in_common_is_measured_where_they_meet() -> None:
+    script = Script()
+    tuner = script.tuner()
+    rare = Strategy.load({"local": {"steps": 4}})
+    faster = Prediction(rare, 0.5, 0.0, 0.0, 0, 1, "lossy", (0.5, 0.5), 0.5, (0.5, 0.5))
+    tuner.predict = lambda trace, base: [*predictions(trace, base), faster]
+    tuned = tuner.tune()
+    assert ("local", 100, True) in script.runs
+    cosines = {kind_of(Strategy.load(run.strategy)): run.cosine for run in tuned.calibration.runs}
+    assert cosines.pop("local") == pytest.approx(1 / 3)
+    assert not any(cosines.values())
+    printed = agreement(tuned.calibration)
+    assert "two ranks change until they meet: 0.33" in printed[-1]
+    assert "gradient noise scale: 1 times the batch" in printed[0]
 
 
 def test_without_seeds_it_says_that_runs_are_no_pairs() -> None:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.analysis.compact_table import compact
+from slipstream.planner.progress.calibration import LossCalibration
 from slipstream.planner.progress.time_to_loss import (
     FAR,
     LossAfter,
@@ -74,6 +75,23 @@ def doubts(forecast: LossForecast, found: Sequence[TimeToLoss | LossAfter]) -> l
             "held an interval to a measurement so far out"
         ]
     return []
+
+
+def agreement(calibration: LossCalibration) -> list[str]:
+    """Say what the gradients of ranks, and what they change, have in common."""
+    found = []
+    if calibration.noise is not None and calibration.cosine is not None:
+        found.append(
+            f"gradient noise scale: {calibration.noise:.2g} times the batch of an update; cosine "
+            f"between gradients of two ranks: {calibration.cosine:.2f}"
+        )
+    found += [
+        f"{label(Strategy.load(run.strategy))}: cosine between what two ranks change until they "
+        f"meet: {run.cosine:.2f}"
+        for run in calibration.runs
+        if run.cosine is not None
+    ]
+    return found
 
 
 def document(found: Sequence[TimeToLoss | LossAfter], base: Strategy) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from torch import nn
 from slipstream.codecs import Compressor, make_compressor, wire_bytes
 from slipstream.codecs.compressor import is_finite
 from slipstream.errors import UsageError
+from slipstream.local.carrier import Exchange
 from slipstream.local.fragments import Fragment
 from slipstream.local.island import Island
 from slipstream.strategy import LocalConfig
@@ -243,6 +244,15 @@ class Meeting:
             flight.change.copy_(values[: len(flight.change)])
         if len(flight.buffers) and total[1]:
             yield AllReduce(flight.buffers)
+
+    def with_norms(self, exchange: Exchange, norms: dict[str, Any]) -> ExchangeSteps:
+        """Carry an exchange out, with the squared norms of what this rank sends and gets."""
+        flight = self.flight
+        assert flight is not None
+        # a second attempt begins with a change that the first one has scaled
+        norms.setdefault("own_norm2", torch.linalg.vector_norm(flight.change).square())
+        yield from exchange()
+        norms["average_norm2"] = torch.linalg.vector_norm(flight.change).square()
 
     def flies(self, due: Callable[[Flight], bool]) -> bool:
         """Whether a change is on its way that is due."""

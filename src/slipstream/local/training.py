@@ -16,7 +16,7 @@ from slipstream.codecs import Ranks
 from slipstream.codecs.compressor import is_finite
 from slipstream.errors import ExchangeError, UsageError
 from slipstream.gradients.segments import NamedParameter
-from slipstream.local.carrier import Carrier
+from slipstream.local.carrier import Carrier, Exchange
 from slipstream.local.engine import LocalEngine
 from slipstream.local.exchanges import IslandExchanges, JoinedAgain
 from slipstream.local.fragments import cut
@@ -46,6 +46,7 @@ class LocalTraining:
         precision: has the loss scale, which ranks change on their own.
         recorder: gets a span for each exchange, and each wait for one.
         at: names this rank in an error.
+        norms: let the span of a meeting have the norms of changes.
 
     Attributes:
         ranks: that share the data.
@@ -66,8 +67,11 @@ class LocalTraining:
         precision: ModelPrecision,
         recorder: Recorder | None,
         at: str,
+        *,
+        norms: bool = False,
     ) -> None:
         self._model, self._optimizer = model, optimizer
+        self._norms = norms and recorder is not None
         self._trained, self.ranks, self._engine = tuple(trained), ranks, engine
         self._precision = precision
         device = self._trained[0].parameter.device
@@ -227,7 +231,13 @@ class LocalTraining:
         meeting.send(weight, self._clock + self._config.delay)
         # all ranks count alike: codecs have a step
         step = self._config.warm_up + self._clock
-        self._exchanges.begin(self._label(number), partial(meeting.exchange, step))
+        label = self._label(number)
+        exchange: Exchange = partial(meeting.exchange, step)
+        if self._norms:
+            args = dict(label.args)
+            label = replace(label, args=args)
+            exchange = partial(meeting.with_norms, exchange, args)
+        self._exchanges.begin(label, exchange)
 
     def _merge(self, due: Callable[[Flight], bool]) -> None:
         for number, meeting in enumerate(self._meetings):

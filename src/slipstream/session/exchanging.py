@@ -230,6 +230,7 @@ def install_local(
         precision,
         given.recorder,
         f"rank {given.cluster.rank}",
+        norms=given.strategy.trace.norms,
     )
     return given.handles.add(training, on_error=training.abandon)
 

@@ -136,7 +136,7 @@ class SessionTracer:
         self._end: Stamp = 0.0
         self.iteration_begins()  # a collective that may fail: before the hook is installed
         trained = [t.parameter for t in parameters_of(model, trainable=True)]
-        norms = trained if strategy.trace.norms else []
+        norms = trained if strategy.trace.norms and strategy.local is None else []
         self._norms = GradientNorms(norms, engine, recorder)
         self._remove_hook = self._hook_forward()
 

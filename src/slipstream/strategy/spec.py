@@ -77,7 +77,8 @@ class TraceConfig(Setting):
 
     norms: bool = False
     """Record norms of gradients, each rank's and the average's, which tell how much a larger batch
-    brings; takes a look at each gradient."""
+    brings; takes a look at each gradient. Under ``local`` the norms of what ranks change between
+    meetings, which tell how far ranks agree."""
 
     @property
     def active(self) -> bool:
@@ -134,12 +135,13 @@ class Strategy(Setting):
 
     @model_validator(mode="after")
     def _norms_of_whole_averages(self) -> Strategy:
-        found = list(self.without_whole_averages)
+        found = [] if self.local is not None else list(self.without_whole_averages)
         found += ["trace.steps null"] * (self.trace.steps is None)
         if self.trace.norms and found:
             raise ValueError(
                 f"trace.norms with {', '.join(found)}: norms are recorded where each rank has "
-                "whole exact averages; record them under plain data parallelism, or leave norms out"
+                "whole exact averages, and at the meetings of local; record them under plain data "
+                "parallelism, or leave norms out"
             )
         return self
 

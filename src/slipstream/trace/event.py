@@ -123,8 +123,10 @@ class Event:
     - ``all_gatherN`` and ``reduce_scatterN`` of FSDP2: ``module``, ``dtype``, the ``bytes`` of all
       its parameters or gradients, and those ``sent`` by the rank.
     - ``meetingN``, and ``meeting_average`` of what optimizers keep: ``bytes``, and the ``update``
-      after which it was sent. These, and ``meeting_ready``, the word that a rank waits for slower
-      ones, may last longer than an iteration, and are there in pieces, one for each.
+      after which it was sent; with ``trace.norms`` the squared norms of this rank's change,
+      ``own_norm2``, and of what came back, ``average_norm2``. These, and ``meeting_ready``, the
+      word that a rank waits for slower ones, may last longer than an iteration, and are there in
+      pieces, one for each.
     - ``backward`` that ends in exchanges: ``gradients_ready``, for each gradient in ready order the
       seconds from the start of backward until it was ready; None for one without a value.
     - spans of a pipeline stage: ``stage`` and ``micro_batch``, their numbers.

@@ -9,7 +9,8 @@ file.
    same: runs that begin at other parameters, or see other batches, are no pairs.
 3. What changes the mathematics and is predicted to be faster a batch runs on the same batches, the
    fastest first, once for each kind of mathematics, while the budget lasts. Larger batches come
-   last, as the noise scale tells them, too.
+   last, as the noise scale tells them, too. Under ``local`` the norms of what ranks change between
+   meetings tell how far they agree.
 4. The losses of these runs predict the time to the loss (``planner.progress``). What is not surely
    sooner there than the baseline is not chosen.
 """
@@ -27,6 +28,7 @@ from slipstream.errors import LaunchError
 from slipstream.planner.progress.calibration import (
     LossCalibration,
     LossRun,
+    cosine_of_changes,
     losses_of,
     mathematics,
     noise_of_gradients,
@@ -116,7 +118,8 @@ class LossTuner:
             times = one.strategy.gradients.accumulate / self.base.gradients.accumulate
             updates = max(int(self.updates / times), 1)
             limit = min(self._left(), HANG_FACTOR * first.wall)
-            outcome = self._run(one.strategy, limit, updates)
+            meets = one.strategy.local is not None
+            outcome = self._run(one.strategy, limit, updates, norms=meets)
             log.note(one.strategy, one, outcome, "on the batches of the baseline")
             if isinstance(outcome, Measurement):
                 runs = (*calibration.runs, _run_of(one.strategy, outcome))
@@ -209,6 +212,7 @@ def _run_of(strategy: Strategy, measured: Measurement) -> LossRun:
         seconds=mean,
         error=max(error, LEAST_ERROR),
         losses=losses_of(measured.trace),
+        cosine=cosine_of_changes(measured.trace),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.text import Text
 
-from slipstream.cli.time_to_loss import doubts, table
+from slipstream.cli.time_to_loss import agreement, doubts, table
 from slipstream.cli.tune.display import Display
 from slipstream.planner.forecast import Forecast
 from slipstream.planner.network.profile import NetworkProfile
@@ -81,6 +81,8 @@ def show(tuned: TunedToLoss, loss: float, console: Console) -> None:
     """Print the predictions, their doubts and the choice."""
     forecast = LossForecast(tuned.calibration)
     console.print(table(tuned.predictions, forecast.base, f"time to a loss of {loss:g}"))
+    for line in agreement(tuned.calibration):
+        console.print(Text(line), soft_wrap=True)
     for doubt in [*doubts(forecast, tuned.predictions), *([] if tuned.paired else [UNPAIRED])]:
         console.print(Text(f"warning: {doubt}", style="yellow"), soft_wrap=True)
     console.print(Text(tuned.verdict, style="bold"), soft_wrap=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Self
@@ -15,7 +15,7 @@ from slipstream.files.document import MIB, Unreadable, decoded, parse_json, read
 from slipstream.files.write import write_whole
 from slipstream.planner.progress.curve import LEAST_UPDATES
 from slipstream.strategy import Strategy
-from slipstream.trace.event import ITERATION, Trace
+from slipstream.trace.event import ITERATION, Trace, is_meeting
 
 LONGEST = 64 * MIB
 MADE_BY = "slipstream tune --allow-lossy --to-loss LOSS -- train.py"
@@ -34,11 +34,13 @@ class LossRun(_Value):
         seconds: of an update, the mean.
         error: relative standard error of ``seconds``.
         losses: of each update, the mean over ranks; the first update's first.
+        cosine: between what two ranks changed from meeting to meeting; None: they had no meetings.
     """
 
     strategy: dict[str, Any]
     seconds: float = Field(gt=0, allow_inf_nan=False)
     error: float = Field(ge=0, allow_inf_nan=False)
+    cosine: float | None = Field(default=None, ge=-1, le=1)
     losses: Annotated[tuple[FiniteFloat, ...], Field(min_length=1)]
 
 
@@ -154,12 +156,44 @@ def noise_of_gradients(trace: Trace) -> tuple[float, float] | None:
     ranks = len({event.rank for event in trace.events})
     if not with_norms or ranks < 2:
         return None
-    own = fmean(args["own_norm2"] for args in with_norms)
-    mean = fmean(args["average_norm2"] for args in with_norms)
-    true = (ranks * mean - own) / (ranks - 1)
+    own, mean, true = _norms(with_norms, ranks)
     if true <= 0 or own <= mean:  # all noise, or none
         return None
     return (own - mean) / (ranks - 1) / true, true / own
+
+
+def cosine_of_changes(trace: Trace) -> float | None:
+    """Measure the cosine between what two ranks changed since they last met, over all fragments
+    and meetings; None: the trace has no norms of them, or a single rank.
+
+    The nearer to 1, the more ranks learn the same meanwhile; at 0 all that the average keeps is the
+    ``n``-th part of what each has learned. Weights of ranks count as equal.
+
+    Example:
+        >>> from slipstream.trace import Event
+        >>> norms = {"update": 4, "own_norm2": 3.0, "average_norm2": 2.0}
+        >>> spans = [Event("meeting1", rank, 4, 0.0, 1.0, norms) for rank in range(2)]
+        >>> round(cosine_of_changes(Trace(tuple(spans))), 3)
+        0.333
+    """
+    meetings: dict[tuple[str, int], dict[int, Mapping[str, float]]] = {}
+    for event in trace.events:
+        if is_meeting(event.name) and "average_norm2" in event.args:
+            key = event.name, event.args["update"]
+            meetings.setdefault(key, {})[event.rank] = event.args  # its pieces have the same
+    ranks = max(map(len, meetings.values()), default=0)
+    whole = [args for one in meetings.values() if len(one) == ranks for args in one.values()]
+    if ranks < 2 or not any(args["own_norm2"] for args in whole):
+        return None
+    own, _, shared = _norms(whole, ranks)
+    return min(max(shared / own, -1.0), 1.0)  # a codec's mean may be longer
+
+
+def _norms(found: Sequence[Mapping[str, float]], ranks: int) -> tuple[float, float, float]:
+    """Mean squared norms: of a rank, of the average, of what ranks have in common."""
+    own = fmean(args["own_norm2"] for args in found)
+    mean = fmean(args["average_norm2"] for args in found)
+    return own, mean, (ranks * mean - own) / (ranks - 1)
 
 
 def _iterations(trace: Trace) -> Iterable[Any]:
