@@ -296,7 +296,9 @@ def _slow_row(row: Published, kind: str, algorithm: Mapping[str, float]) -> Row:
 
 def _shaped(ranks: int, rate: float) -> NetworkProfile:
     """Machines of one rank on links of this rate, bytes/s."""
-    return machines({"world": network("world", ranks, LinkSpeed(0.0, rate), trees=False)}, ranks, 1)
+    return machines(
+        {"world": network("world", ranks, LinkSpeed(0.0, rate), backend="gloo")}, ranks, 1
+    )
 
 
 # 175 billion parameters on up to 12,288 GPUs.
@@ -351,7 +353,7 @@ def simulated() -> Entry:
             "batch": {"micro": 4, "per_replica": 4},
             "machine": {
                 "ranks_per_host": 8, "teraflops": 250.0, "memory_gbytes": 850.0,
-                "inside_gbytes": 290.0, "host_gbytes": 12.5,
+                "inside_gbytes": 290.0, "host_gbytes": 12.5, "backend": "gloo",
             },
             "fabric": {"hosts_per_rack": 16, "oversubscription": 4.0, "jitter": 0.02},
         }

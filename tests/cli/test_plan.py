@@ -186,12 +186,17 @@ def test_a_loss_or_a_time_ranks_by_the_whole_training(files, losses, tmp_path) -
     assert label(Strategy()) in names
     low, middle, high = document["predictions"][0]["loss"]
     assert 0.5 < low < middle < high < 2
+    assert any("nobody has held an interval" in text for text in document["warnings"])
+    assert document["unknown"] > 0
     again = json.loads(_run(*files, "--to-loss", "1.2", "--losses", losses, "--json"))
     assert Strategy.load(again["strategy"]) == chosen
     assert "half" not in str([row["strategy"] for row in again["predictions"]])
 
 
 def test_a_goal_that_cannot_be_answered_is_refused(files, losses) -> None:
+    with pytest.raises(SlipstreamError, match=r"--to-loss compares .*: add --allow-lossy"):
+        _run(*files, "--to-loss", "1.2", "--losses", losses)
+    files = [*files, "--allow-lossy"]
     for words, said in {
         ("--to-loss", "1.2"): "slipstream tune --allow-lossy --to-loss LOSS -- train.py",
         ("--for", "soon", "--losses", losses): "write a number and s, m or h",

@@ -32,6 +32,7 @@ def test_the_curve_of_a_trace_says_who_takes_over_and_what_it_costs(files) -> No
         assert text in words
     assert "From 64 ranks on: local, " in words
     assert "Each rank keeps its batch" in words
+    assert "The network: from " in words
     numbers = json.loads(_run(*files, "--ranks", "64,256", "--json"))
     assert {point["ranks"] for point in numbers["points"]} == {64, 256}
     assert all(Strategy.load(point["strategy"]) for point in numbers["points"])

@@ -138,6 +138,7 @@ def test_a_script_that_never_steps_ends_in_a_box(slipstream) -> None:
         (["--allow-lossy", "--cluster", "nope.yaml", "tuned.py"], "nope.yaml"),
         (["--cluster", "cluster.yaml", "tuned.py"], "no effect without --allow-lossy"),
         (["--to-loss", "3", "tuned.py"], "add --allow-lossy"),
+        (["--rate", "300mbit", "tuned.py"], "--rate has no effect without --nodes"),
         (["--losses", "losses.json", "tuned.py"], "no effect without --to-loss"),
         (["--allow-lossy", "--to-loss", "3", "--steps", "9", "tuned.py"], "allowed: 40 or more"),
         (["--budget", "20s", "tuned.py"], "too short to start a training twice; allowed: 30s"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 import slipstream
+from slipstream.sharding.checks import why_not_sharded
+from slipstream.strategy import Strategy, TraceConfig
 from slipstream.trace import Trace, marks, read
 from tests.harness.ranks import Ranks
 from tests.session.training import BATCH, opened, update
@@ -111,6 +114,34 @@ def test_samples_of_dummy_batches_do_not_count_and_those_of_a_window_add_up(
     samples = {(e.rank, e.step): e.args["samples"] for e in iterations}
     batch = len(BATCH)
     assert samples == {(0, 0): 2 * batch, (0, 1): batch, (1, 0): 2 * batch, (1, 1): 2 * batch}
+
+
+def test_an_evaluation_between_updates_is_no_forward_of_the_training(tmp_path: Path) -> None:
+    strategy = {"trace": {"steps": 2, "skip": 0, "folder": str(tmp_path)}}
+    evaluated = []
+    with opened(strategy, [BATCH] * 2) as session:
+        for batch in session.loader:
+            with torch.no_grad():
+                session.model(torch.cat([batch] * 5))
+            evaluated.append(time.perf_counter())
+            session.backward(session.model(batch).square().mean())
+            session.step()
+    events = read(tmp_path / "trace.json").events
+    assert {e.args["samples"] for e in events if e.name == "iteration"} == {len(BATCH)}
+    starts = [e.start for e in events if e.name == "forward"]
+    rounding = 1e-8  # a trace is written to the nanosecond
+    assert all(start > end - rounding for start, end in zip(starts, evaluated, strict=True))
+
+
+def test_norms_leave_sharded_out_of_a_search() -> None:
+    model = torch.nn.Linear(3, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = Strategy.load(
+        {"gradients": {"transport": "auto"}, "trace": {"steps": 5, "norms": True}}
+    )
+    assert "trace.norms" in str(why_not_sharded(model, optimizer, strategy))
+    without = strategy.model_copy(update={"trace": TraceConfig()})
+    assert why_not_sharded(model, optimizer, without) is None
 
 
 def test_a_trace_still_open_is_written_at_close(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ SEARCH, LASTS = 24, 8
 SEEN = SEARCH + 2 * LASTS + 1
 """The update after which a change is known that is there from the end of `STEADY` on."""
 STEADY = SEARCH + LASTS
-AUTO: dict[str, Any] = {"gradients": {"transport": {"kind": "auto", "updates": SEARCH}}}
+AUTO: dict[str, Any] = {"gradients": {"transport": {"kind": "auto", "updates": 30}}}
 OFTEN = {"gradients": {"transport": {**AUTO["gradients"]["transport"], "replan": "may_shard"}}}
 CHOICES = {  # seconds of flat, direct, sharded, and sharded with a third replicated
     "flat": (1.0, 2.0, 3.0, 4.0) * 2,
@@ -266,7 +266,20 @@ def accumulating(training: Training) -> None:
     training.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("loop", [pausing, accumulating], ids=lambda loop: loop.__name__)
+def flushing(training: Training) -> None:
+    """Exchanges in ``flush()`` alone, which takes all the time there is."""
+    training.number += 1
+    engine, cost = training.session._loop.engine, training.cost
+    end, training.cost = engine.end, lambda number: 0.0
+    with training.session.no_sync():
+        training.session.backward(training.loss())
+    training.cost = cost
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "end", lambda: (training.compute(torch.empty(0)), end()))
+        training.session.flush()
+
+
+@pytest.mark.parametrize("loop", [pausing, accumulating, flushing], ids=lambda loop: loop.__name__)
 def test_what_users_do_beside_it(two: Ranks, loop: Callable[[Training], None]) -> None:
     for cost, again in ((ONCE, []), (SLOW, [SEEN])):
         updates = SEEN + 2

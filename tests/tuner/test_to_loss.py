@@ -32,8 +32,15 @@ def kind_of(strategy: Strategy) -> str:
 class Script:
     """A training whose runs take the seconds and have the losses of the tables above."""
 
-    def __init__(self, wall: float = 10.0, seeded: bool = True, fails: str = "none") -> None:
+    def __init__(
+        self,
+        wall: float = 10.0,
+        seeded: bool = True,
+        fails: str = "none",
+        nonfinite: str = "none",
+    ) -> None:
         self.now, self.wall, self.seeded, self.fails = 0.0, wall, seeded, fails
+        self.nonfinite = nonfinite
         self.runs: list[tuple[str, int, bool]] = []
 
     def run(
@@ -53,7 +60,10 @@ class Script:
             Event("iteration", rank, step, step * seconds, (step + 1) * seconds, args)
             for rank in (0, 1)
             for step, loss in enumerate(losses)
-            for args in [{"loss": float(loss), **({} if kind == "local" else of_norms)}]
+            for has_loss in [kind != self.nonfinite or step < updates // 2]
+            for args in [
+                ({"loss": float(loss)} if has_loss else {}) | ({} if kind == "local" else of_norms)
+            ]
         ]
         if kind == "local":
             events += [
@@ -112,6 +122,26 @@ def test_what_ranks_have_in_common_is_measured_where_they_meet() -> None:
     printed = agreement(tuned.calibration)
     assert "two ranks change until they meet: 0.33" in printed[-1]
     assert "gradient noise scale: 1 times the batch" in printed[0]
+
+
+def test_a_baseline_whose_codec_begins_late_is_refused() -> None:
+    tuner = Script().tuner()
+    tuner.base = Strategy.load({"gradients": {"codec": "onebit"}})
+    with pytest.raises(StrategyError, match=r"begins at update 1000.*start_step: 0"):
+        tuner.tune()
+
+
+def test_the_end_of_the_budget_is_in_the_verdict() -> None:
+    tuned = Script(wall=30.0).tuner(budget=95.0).tune()
+    assert "the budget ended before 3 more: a larger --budget tries them" in tuned.verdict
+
+
+def test_losses_that_are_not_finite_end_their_run_alone() -> None:
+    script = Script(nonfinite="int8")
+    tuned = script.tuner().tune()
+    failed = [trial for trial in tuned.trials if trial.status == "failed"]
+    assert [kind_of(Strategy.load(dict(trial.strategy))) for trial in failed] == ["int8"]
+    assert "accumulate" in {kind_of(one.strategy) for one in tuned.predictions}
 
 
 def test_without_seeds_it_says_that_runs_are_no_pairs() -> None:

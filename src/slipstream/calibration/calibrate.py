@@ -17,7 +17,6 @@ from slipstream.calibration.half_speed import half_speed
 from slipstream.cluster.connect import Cluster
 from slipstream.cluster.groups import new_group
 from slipstream.cluster.topology import ranks_by_host
-from slipstream.planner.network.curve import Curve
 from slipstream.planner.network.profile import (
     CollectiveName,
     Curves,
@@ -172,7 +171,7 @@ def _networks(
     report: Progress,
 ) -> dict[GroupKind, Network]:
     """A network for each kind of groups; what one curve leaves of its time goes to the others."""
-    curves: dict[GroupKind, dict[CollectiveName, Curve]] = {kind: {} for kind in groups}
+    curves: dict[GroupKind, dict[str, Any]] = {kind: {} for kind in groups}
     todo = [(kind, name) for kind in groups for name in names[kind]]
 
     def progress(share: float) -> None:

@@ -49,11 +49,9 @@ def table(found: Sequence[TimeToLoss | LossAfter], base: Strategy, title: str) -
             continue
         if isinstance(one, TimeToLoss):
             cells = [interval(one.time, duration), _count(one.updates.middle)]
-            sure = one.faster
         else:
             cells = [interval(one.loss, lambda loss: f"{loss:.4g}")]
-            sure = one.lower
-        better = "-" if is_base else f"{sure:.0%}"
+        better = "-" if is_base else f"{one.better:.0%}"
         name = label(one.strategy) + " *" * is_base + _MARKS[one.source]
         drawn.add_row(
             *(Text(cell) for cell in cells),
@@ -65,16 +63,31 @@ def table(found: Sequence[TimeToLoss | LossAfter], base: Strategy, title: str) -
     return drawn
 
 
-def doubts(forecast: LossForecast, found: Sequence[TimeToLoss | LossAfter]) -> list[str]:
-    """Say what an interval does not hold."""
-    of_base = next((one for one in found if one.strategy == forecast.base), found[0])
-    if isinstance(of_base, TimeToLoss) and forecast.reach(of_base) > FAR:
-        return [
-            f"the baseline needs some {of_base.updates.middle:,.0f} updates, "
-            f"{forecast.reach(of_base):.0f} times those of the calibration: nobody has "
-            "held an interval to a measurement so far out"
-        ]
-    return []
+def doubts(
+    forecast: LossForecast,
+    found: Sequence[TimeToLoss | LossAfter],
+    base: Strategy,
+    seconds: float | None = None,
+) -> list[str]:
+    """Say what an interval does not hold.
+
+    Args:
+        forecast: made the predictions.
+        found: them.
+        base: the baseline, one of them.
+        seconds: that the training lasts; None: until it has a loss.
+    """
+    of_base = next(one for one in found if one.strategy == base)
+    if isinstance(of_base, TimeToLoss):
+        updates, verb = of_base.updates.middle, "needs"
+    else:
+        updates, verb = (seconds or 0.0) / of_base.seconds, "makes"
+    if isinf(updates) or forecast.reach(updates) <= FAR:
+        return []
+    return [
+        f"the baseline {verb} some {updates:,.0f} updates, {forecast.reach(updates):,.0f} times "
+        "those of the calibration: nobody has held an interval to a measurement so far out"
+    ]
 
 
 def agreement(calibration: LossCalibration) -> list[str]:
@@ -95,7 +108,7 @@ def agreement(calibration: LossCalibration) -> list[str]:
 
 
 def document(found: Sequence[TimeToLoss | LossAfter], base: Strategy) -> dict[str, Any]:
-    """The numbers of the table, and the choice; null: never."""
+    """Write down the numbers of the table, and the choice; null: never."""
     chosen, words = verdict(found, base)
     rows = []
     for one in found:
@@ -108,7 +121,7 @@ def document(found: Sequence[TimeToLoss | LossAfter], base: Strategy) -> dict[st
         for name in ("updates", "time", "ratio", "loss", "gap"):
             if hasattr(one, name):
                 row[name] = [None if isinf(v) else v for v in getattr(one, name)]
-        row["sure"] = one.faster if isinstance(one, TimeToLoss) else one.lower
+        row["sure"] = one.better
         rows.append(row)
     return {"predictions": rows, "strategy": chosen.document(), "verdict": words}
 

@@ -88,7 +88,6 @@ def losses_plot(forecast: LossForecast, shown: Sequence[Timed], end: float) -> F
                 hovertemplate=f"<b>{name}</b><br>%{{x:.3g}} {unit}: %{{y:.4g}}<extra></extra>",
             )
         )
-    for run, colour in zip(forecast.calibration.runs, COLOURS, strict=False):
         bins = binned(run.losses)
         data.append(
             Figure(

@@ -287,6 +287,8 @@ class TrainingLoop:
         if not self.update_due:
             self.whole.check_gradients()
             self.whole.complete()
+            self.tracer.flush_begins()
+            began = time.perf_counter()
             self.engine.begin(
                 exchange=True, scale=self.window.scale, loss_scale=self.window.loss_scale
             )
@@ -295,6 +297,8 @@ class TrainingLoop:
             except BaseException as error:
                 self.engine.abort(error)
                 raise
+            self.progress.waited += time.perf_counter() - began
+            self.tracer.flushed()
             self.whole.note_gradients()
         if max_norm is not None:
             self.whole.clip_grad_norm_(max_norm)

@@ -83,6 +83,10 @@ class NoTracing:
 
     def exchanged(self, ready: list[Stamp | None] | None) -> None: ...
 
+    def flush_begins(self) -> None: ...
+
+    def flushed(self) -> None: ...
+
     def update_begins(self) -> None: ...
 
     def update_ends(self) -> None: ...
@@ -160,8 +164,10 @@ class SessionTracer:
 
     def forward_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model is called with these inputs."""
-        # A forward inside backward is no new one: a stage of a pipeline, or a recomputed block.
-        if self.recorder.active and self._forward_start is None and not self._in_backward:
+        # A forward inside backward is no new one: a stage of a pipeline, or a recomputed block. One
+        # without gradients is an evaluation, or a teacher's.
+        is_new = self._forward_start is None and not self._in_backward
+        if self.recorder.active and is_new and torch.is_grad_enabled():
             self._forward_start = self.recorder.stamp(self.device)
             self._batch_size = batch_size([*args, *kwargs.values()])
 
@@ -197,6 +203,17 @@ class SessionTracer:
         args = {} if ready is None else {"gradients_ready": ready}
         self.recorder.add(BACKWARD, self._start, self._end, **args)
         self._norms.averaged()
+
+    def flush_begins(self) -> None:
+        """An exchange without a backward pass is next."""
+        if self._watch is not None:
+            self._watch.backward_begins()
+            self._watch.backward_ends()
+
+    def flushed(self) -> None:
+        """It is done."""
+        if self._watch is not None:
+            self._watch.exchanged()
 
     def update_begins(self) -> None:
         """The optimizer is next."""

@@ -106,6 +106,8 @@ def why_not_sharded(
         return "compute.fuse_optimizer"
     if config.codec is not None and not config.codec.summed:
         return f"the codec {config.codec.kind}"
+    if strategy.trace.norms:
+        return "trace.norms, which needs whole averages"
     return refusal_of_sharded(model, optimizer, strategy)
 
 

@@ -120,13 +120,13 @@ class AutoConfig(TransportVariant, exactness="reordered"):
     kind: Literal["auto"] = "auto"
     searches = True
 
-    updates: int = Field(default=60, ge=24)
+    updates: int = Field(default=60, ge=30)
     """Updates that the search takes at most."""
 
     replan: Literal[True, False, "may_shard"] = True
     """Search again where updates take 1.4 times as long as after the last search, or as short, for
-    64 updates and 30 seconds. ``sharded`` is tried again only where it was chosen before, as it
-    refuses what a script may do later; ``may_shard``: always."""
+    64 updates and 30 seconds of them. ``sharded`` is tried again only where it was chosen before,
+    as it refuses what a script may do later; ``may_shard``: always."""
 
 
 TransportConfig = Annotated[

@@ -151,7 +151,7 @@ class OnlineSearch:
             why = "only the first search begins it; replan: may_shard lets later ones"
             self._left_out[ShardedConfig().kind] = why
         self._earlier.append(self.outcome)
-        self._why = f"searched again from update {update} on, as {change}"
+        self._why = f"searched again from update {update} of this session on, as {change}"
         if dist.get_rank(self._control) == 0:
             _log(f"transport: auto: {self._why}")
         self._begin()

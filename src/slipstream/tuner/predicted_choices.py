@@ -79,8 +79,8 @@ def promising(predicted: Sequence[tuple[Choice, float]]) -> tuple[Choice, ...]:
     """The choices to measure of those predicted: the first of all, then by rising seconds.
 
     Among them are the best of all, and the best one of every transport beside backward (of
-    ``sharded`` with and without a replicated part): what one transport costs against another is
-    less certain than what a split costs against another.
+    ``sharded`` with and without a replicated part), as many as fit into `MOST`, by prediction: what
+    one transport costs against another is less certain than what a split costs against another.
 
     Example:
         >>> from slipstream.strategy import DirectConfig, FlatConfig, SingleConfig

@@ -24,7 +24,7 @@ from math import sqrt
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from slipstream.errors import LaunchError
+from slipstream.errors import LaunchError, StrategyError, TraceError
 from slipstream.planner.progress.calibration import (
     LossCalibration,
     LossRun,
@@ -37,10 +37,11 @@ from slipstream.planner.progress.curve import LEAST_UPDATES
 from slipstream.planner.progress.time_to_loss import LossForecast, Timed, TimeToLoss, verdict
 from slipstream.planner.search.label import label
 from slipstream.planner.search.ranking import Prediction
-from slipstream.strategy import Strategy, at_once
+from slipstream.strategy import Strategy, at_once, late_by
+from slipstream.trace.event import FULLY_SHARD
 from slipstream.tuner.trial_log import Trial, TrialLog
 from slipstream.tuner.trials import Failure, Measurement, iterations
-from slipstream.tuner.tune import HANG_FACTOR, MODEL_ERROR, Predict
+from slipstream.tuner.tune import HANG_FACTOR, MODEL_ERROR, Predict, baseline_error
 
 UPDATES = 150
 """Of a run, by default."""
@@ -78,6 +79,7 @@ class LossTuner:
         budget: seconds for everything.
         predict: strategies that change the mathematics, from a trace of the baseline.
         updates: of a run of the baseline, at least `LEAST_UPDATES`.
+        hidden: why the script may not use the strategy that a trial gives it, if it looks so.
         notify: called with all trials after each new one.
         doing: called with what happens next, in words.
         clock: seconds; tests give a clock of their own.
@@ -89,6 +91,7 @@ class LossTuner:
     budget: float
     predict: Predict
     updates: int = UPDATES
+    hidden: str | None = None
     notify: Callable[[Sequence[Trial]], None] = lambda trials: None
     doing: Callable[[str], None] = lambda words: None
     clock: Callable[[], float] = time.monotonic
@@ -100,19 +103,32 @@ class LossTuner:
         Raises:
             LaunchError: the baseline fails, or the budget has no room for another run.
             TraceError: its losses are not there, or tell no curve.
-            StrategyError: the loss is reached already, or never.
+            StrategyError: the loss is reached already, or never; or the baseline's codec begins
+                late, so that short runs are not what it is.
         """
+        if late := late_by(self.base.gradients.codec):
+            raise StrategyError(
+                f"the codec of --strategy begins at update {late}, and the runs of --to-loss are "
+                "shorter; give it start_step: 0, or leave --strategy out"
+            )
         self._deadline = self.clock() + self.budget
         log = TrialLog(self.base, self.notify)
         first = self._first(log)
-        calibration = LossCalibration(runs=(_run_of(self.base, first),))
+        said = first.trace.meta
+        calibration = LossCalibration(
+            runs=(_run_of(self.base, first),),
+            ranks=said.get("world_size"),
+            model=said.get("model"),
+        )
         LossForecast(calibration).to_loss(self.loss, [Timed(self.base, first.seconds)])
         paired, noise, cosine = self._again(log, first)
         calibration = calibration.model_copy(update={"noise": noise, "cosine": cosine})
         self.doing("predicting")
+        left_out = 0
         for one in self._promising(self.predict(first.trace, self.base)):
             if self._left() < RESERVE * first.wall:
                 log.note(one.strategy, one, None, "the budget ended before it")
+                left_out += 1
                 continue
             self.doing(label(one.strategy))
             times = one.strategy.gradients.accumulate / self.base.gradients.accumulate
@@ -120,24 +136,34 @@ class LossTuner:
             limit = min(self._left(), HANG_FACTOR * first.wall)
             meets = one.strategy.local is not None
             outcome = self._run(one.strategy, limit, updates, norms=meets)
-            log.note(one.strategy, one, outcome, "on the batches of the baseline")
             if isinstance(outcome, Measurement):
-                runs = (*calibration.runs, _run_of(one.strategy, outcome))
-                calibration = calibration.model_copy(update={"runs": runs})
+                try:
+                    runs = (*calibration.runs, _run_of(one.strategy, outcome))
+                    calibration = calibration.model_copy(update={"runs": runs})
+                except TraceError as error:  # a loss that is not finite, which a script may allow
+                    outcome = Failure("failed", str(error))
+            log.note(one.strategy, one, outcome, "on the batches of the baseline")
         forecast = LossForecast(calibration)
         found = forecast.to_loss(self.loss, self._timed(forecast, log))
         strategy, words = verdict(found, self.base)
+        if left_out:
+            words += f"; the budget ended before {left_out} more: a larger --budget tries them"
         trials = log.result(strategy, words).trials
         return TunedToLoss(strategy, words, tuple(found), calibration, trials, paired)
 
     def _first(self, log: TrialLog) -> Measurement:
         self.doing(f"the baseline, {self.updates} updates")
-        first = self._run(self.base, self._left(), self.updates)
+        room = self._left()
+        first = self._run(self.base, room, self.updates)
         log.note(self.base, None, first, "the baseline")
         if isinstance(first, Failure):
-            raise LaunchError(
-                f"the baseline run of {self.updates} updates {first.status}: {first.reason}; give "
-                "--steps fewer updates, or --budget more time"
+            error = baseline_error(first, self.budget, room, self.hidden)
+            raise type(error)(f"{error} (a run of {self.updates} updates: --steps takes fewer)")
+        if first.trace.meta.get("engine") == FULLY_SHARD:
+            raise TraceError(
+                "the script trains under torch's FSDP2 (fully_shard), whose traces hold no losses: "
+                "--to-loss needs session.backward(loss); without it, tune --allow-lossy measures "
+                "codecs there"
             )
         if self._left() < 2 * RESERVE * first.wall:
             raise LaunchError(

@@ -130,7 +130,7 @@ class Tuner:
         room = self._left() / ROOM  # if it takes longer, nothing fits behind it
         first = self.run(self.base, min(self._left(), max(room, PATIENCE)))
         if isinstance(first, Failure):
-            raise _baseline_error(first, self.budget, room, self.hidden)
+            raise baseline_error(first, self.budget, room, self.hidden)
         self._longest = first.wall
         return first
 
@@ -332,10 +332,17 @@ class Tuner:
         return 2 * LEAST_PAIRS * self._longest * RESERVE
 
 
-def _baseline_error(
+def baseline_error(
     failure: Failure, budget: float, room: float, hidden: str | None
 ) -> LaunchError | TraceError:
-    """The error of a script whose first run failed."""
+    """Make the error of a script whose first run failed.
+
+    Args:
+        failure: of the run.
+        budget: seconds for everything.
+        room: seconds of a run.
+        hidden: why the script may not use the strategy that a trial gives it, if it looks so.
+    """
     if hidden and failure.status != "failed":
         return TraceError(f"the baseline run: {failure.reason}; {hidden}")
     steps = (

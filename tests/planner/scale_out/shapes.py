@@ -15,6 +15,7 @@ MACHINE = {
     "memory_gbytes": 1000.0,
     "inside_gbytes": 200.0,
     "host_gbytes": 10.0,
+    "backend": "gloo",
 }
 
 

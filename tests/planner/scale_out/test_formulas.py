@@ -78,7 +78,7 @@ def test_an_all_reduce_takes_the_faster_of_ring_and_tree(size: float) -> None:
     fastest = min(ring_all_reduce(size, 512, LINK), tree_all_reduce(size, 512, LINK))
     assert curve.seconds(size) == pytest.approx(fastest, rel=0.03)
     assert curve.fitted(size) == pytest.approx(fastest)
-    alone = network("world", 512, LINK, trees=False).all_reduce
+    alone = network("world", 512, LINK, backend="gloo").all_reduce
     assert alone.fitted(size) == pytest.approx(ring_all_reduce(size, 512, LINK))
 
 

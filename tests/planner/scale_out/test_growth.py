@@ -66,10 +66,52 @@ def test_racks_and_stragglers_never_make_anything_faster() -> None:
         assert racks[name] >= plain[name]
         assert late[name] > plain[name]
     assert racks["direct"] > 1.01 * plain["direct"]
-    assert racks["sharded"] == plain["sharded"]  # rings, in which a rack is left once
+    rings = {"backend": "nccl"}  # which leave a rack once
+    few = {"hosts_per_rack": 4, "oversubscription": 8.0}
+    of_gpus = times(shape(machine=rings), 512)
+    assert times(shape(machine=rings, fabric=few), 512) == of_gpus
+    assert {"direct", "hierarchical"}.isdisjoint(of_gpus)  # GPUs have none of them
     # Those that meet rarely wait for a mean of many updates.
     waits = {name: late[name] / plain[name] for name in plain.keys() & late.keys()}
     assert waits["local, 128 steps"] < waits["local, 16 steps"] < waits[base]
+
+
+@pytest.mark.parametrize("ranks", [128, 512])
+def test_micro_batches_are_one_batch_each_of_an_accumulation(ranks: int) -> None:
+    """All parameters are needed in the forward of the first."""
+    whole = place(shape(), ranks)
+    count = 8192 // ranks // 2
+    one = place(shape(batch={"total": None, "per_replica": 2}), ranks)
+    for settings_of in ({}, {"transport": "sharded"}):
+        strategy = DDP.with_gradients(**settings_of)
+        each = seconds_of(strategy.with_gradients(accumulate=count), *one)
+        assert seconds_of(strategy, *whole) == pytest.approx(each, rel=0.005)
+
+
+def test_direct_sends_of_a_host_share_its_card_and_those_of_a_rack_its_uplink() -> None:
+    def seconds(name: str, **parts: dict[str, float]) -> float:
+        work, network = place(shape(**parts), 64)
+        strategy = DDP.with_gradients(transport=name, split="single")
+        return seconds_of(strategy, work, network) - float(work.alone(1)[0])
+
+    few = {"fabric": {"hosts_per_rack": 4, "oversubscription": 8.0}}
+    num_bytes = sum(gradient.num_bytes for gradient in place(shape(), 64).workload.gradients)
+    of_host = 8 * 2 * num_bytes * 56 / 64 / 10e9  # 8 ranks, each to 56 of 64, twice
+    assert seconds("direct") == pytest.approx(of_host, rel=0.02)
+    assert seconds("direct", **few) == pytest.approx(of_host * 8 * 4 / 7, rel=0.02)
+    assert seconds("flat", **few) == pytest.approx(seconds("flat"))
+    # small segments, many at once, wait for the same links
+    work, network = place(shape(**few), 64)
+    split = {"kind": "by_bytes", "megabytes": 25}
+    pieces = seconds_of(DDP.with_gradients(transport="direct", split=split), work, network)
+    assert pieces > 0.9 * of_host * 8 * 4 / 7
+
+
+def test_replicas_that_do_not_fill_hosts_span_as_many_as_their_ranks() -> None:
+    tight = {"hosts_per_rack": 4, "oversubscription": 8.0}
+    parts = {"parallel": {"pipeline": 2}, "batch": {"total": 8160}}
+    plain, racks = (place(shape(**parts, fabric=one), 24).network for one in ({}, tight))
+    assert plain == racks  # 12 neighbours are on two hosts, in one rack
 
 
 def test_one_replica_exchanges_nothing() -> None:
@@ -129,6 +171,7 @@ def test_only_what_keeps_the_mathematics_is_tried_unless_more_is_allowed() -> No
     ("parts", "words"),
     [
         ({"parallel": {"pipeline": 5}}, r"model.layers is 24, which 5 parts"),
+        ({"parallel": {"interleaved": 4}}, r"parallel.interleaved is 4 with pipeline 1"),
         ({"parallel": {"tensor": 3}}, r"model.heads is 16, which parallel.tensor 3"),
         ({"batch": {"per_replica": 4}}, r"batch.*total is 8192, per_replica 4; give one"),
         ({"fabric": {"oversubscription": 4.0}}, r"fabric.*needs hosts_per_rack"),

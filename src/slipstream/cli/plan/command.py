@@ -77,7 +77,8 @@ def plan(
     --to-loss and --for ask for the whole training, not for an iteration: which strategy reaches a
     training loss first, or the lowest loss in a time. --losses are those of short runs.
 
-    [dim]slipstream plan --trace t.json --cluster c.yaml --to-loss 3.2 --losses losses.json[/dim]
+    [dim]slipstream plan --trace t.json --cluster c.yaml --allow-lossy --to-loss 3.2 --losses
+    losses.json[/dim]
 
     --memory needs no trace: it estimates a model from shapes, without allocating it. FUNCTION
     returns the model and a function from a batch size to the model's arguments by name. With
@@ -109,14 +110,14 @@ def plan(
     _refuse(context, model=model, length=length, optimizer=optimizer, dtype=dtype)
     check_writable("--output", output, SUFFIXES)
     check_writable("--predicted", predicted)
-    known = read_goal(to_loss, for_time, losses)
+    known = read_goal(to_loss, for_time, losses, exact_only=exact_only)
     if known is not None:
         context = "--to-loss or --for: other ranks have another batch, so other losses"
         _refuse(context, nodes=nodes, ranks_per_node=ranks_per_node)
         _refuse("--to-loss or --for", predicted=predicted)
     forecast = _forecast(**recorded, **elsewhere)
     if known is not None:
-        plan_losses(forecast, known, exact_only=exact_only, output=output, as_json=as_json)
+        plan_losses(forecast, known, output=output, as_json=as_json)
         return
     _deliver(_Answer(forecast, exact_only), output, predicted, as_json)
 

@@ -102,6 +102,11 @@ def builder(name: str, length: int | None) -> Callable[[], Any]:
     if name in KNOWN:
         build, default_length = KNOWN[name]
         return lambda: build(length or default_length)
+    if length is not None:
+        raise ModelError(
+            f"--length has no effect with --model {name}, whose function makes the inputs; allowed "
+            f"with {', '.join(KNOWN)}"
+        )
     file, _, function = name.rpartition(":")
     if not file:
         raise ModelError(

@@ -72,7 +72,8 @@ def plan_growth(
     else:
         fabric = FabricConfig() if shape is None else FabricFileConfig.load(shape).fabric
         recorded, measured = chrome.read(trace), NetworkProfile.load(cluster)
-        forecast = Forecast.elsewhere(recorded, measured, ranks_per_node=ranks_per_node)
+        each = ranks_per_node or measured.ranks_per_host
+        forecast = Forecast.elsewhere(recorded, measured, ranks_per_node=each)
         bits = None if rate is None else float(parse_rate(rate))
         where: dict[str, Any] = {"ranks_per_node": ranks_per_node, "rate": bits}
         growth = forecast.over_ranks(numbers, **where, fabric=fabric, lossy=lossy)
@@ -133,6 +134,7 @@ def document(growth: Growth) -> dict[str, Any]:
             {"ranks": point.ranks, "technique": point.technique} for point in growth.chosen()
         ],
         "takeovers": [one._asdict() for one in growth.takeovers()],
+        "notes": list(growth.notes),
     }
 
 
@@ -148,6 +150,8 @@ def show(growth: Growth, kept: str = "") -> None:
     if not growth.takeovers():
         console.print(Text(f"{growth.base} stays: nothing else is {MARGIN:.0%} faster."))
     console.print("", _costs(growth))
+    for note in growth.notes:
+        console.print(Text(f"The network: {note}", style="yellow"), soft_wrap=True)
     console.print(Text(f"{kept}Extrapolated from what was measured or given; nothing was run."))
 
 

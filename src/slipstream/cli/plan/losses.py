@@ -13,7 +13,7 @@ from rich.text import Text
 
 from slipstream.cli.strategy_file import write_strategy
 from slipstream.cli.time_to_loss import document, doubts, duration, table
-from slipstream.errors import StrategyError
+from slipstream.errors import ClusterError, StrategyError
 from slipstream.planner.forecast import Forecast
 from slipstream.planner.progress.calibration import MADE_BY, LossCalibration, mathematics
 from slipstream.planner.progress.time_to_loss import (
@@ -24,6 +24,7 @@ from slipstream.planner.progress.time_to_loss import (
     verdict,
 )
 from slipstream.planner.search.label import label
+from slipstream.strategy import Strategy, at_once
 from slipstream.strategy.duration import seconds_of
 
 
@@ -35,11 +36,14 @@ class Goal(NamedTuple):
     calibration: LossCalibration
 
 
-def read_goal(to_loss: float | None, for_time: str | None, losses: Path | None) -> Goal | None:
+def read_goal(
+    to_loss: float | None, for_time: str | None, losses: Path | None, *, exact_only: bool
+) -> Goal | None:
     """Read the options; None: an iteration is asked about.
 
     Raises:
-        StrategyError: an option lacks another one, or is no time.
+        StrategyError: an option lacks another one, or is no time; or exact strategies alone are to
+            be compared, which reach every loss in the same number of updates.
         TraceError: the file of losses cannot be read.
     """
     if to_loss is None and for_time is None:
@@ -54,27 +58,29 @@ def read_goal(to_loss: float | None, for_time: str | None, losses: Path | None) 
             f"{option} needs --losses, the file of losses of short runs of this training: `"
             f"{MADE_BY}` writes one"
         )
+    if exact_only:
+        raise StrategyError(
+            f"{option} compares strategies that change the mathematics: add --allow-lossy. Exact "
+            "ones reach every loss in the same number of updates, so that the fastest is first"
+        )
     seconds = None if for_time is None else seconds_of(for_time)
     if for_time is not None and not seconds:
         raise StrategyError(f"--for {for_time!r}: write a number and s, m or h, such as 30m or 6h")
     return Goal(to_loss, seconds, LossCalibration.load(losses))
 
 
-def plan_losses(
-    forecast: Forecast, goal: Goal, *, exact_only: bool, output: Path | None, as_json: bool
-) -> None:
+def plan_losses(forecast: Forecast, goal: Goal, *, output: Path | None, as_json: bool) -> None:
     """Rank strategies whose losses are known, and print or write the choice.
 
     Args:
         forecast: of an iteration.
         goal: of the training.
-        exact_only: leave strategies out that change the mathematics.
         output: file of the choice.
         as_json: print numbers, not a table.
 
     Raises:
-        StrategyError: the trace and the losses are of runs with other mathematics; or as
-            `LossForecast.to_loss`.
+        StrategyError: the trace and the losses are of runs with other mathematics, models or
+            numbers of ranks; or as `LossForecast.to_loss`.
     """
     losses = LossForecast(goal.calibration)
     base = forecast.base
@@ -83,7 +89,12 @@ def plan_losses(
             f"the trace is of a run under {label(base)}, the losses compare others with "
             f"{label(losses.base)}: their updates differ; record the trace under that strategy"
         )
-    timed, unknown, unpriced = _known(forecast, losses, exact_only)
+    if problem := goal.calibration.problem(forecast.trace):
+        raise StrategyError(
+            f"the trace and the losses are of two trainings ({problem}): record the trace of the "
+            f"one, or run `{MADE_BY}` for the other"
+        )
+    timed, unknown, unpriced = _known(forecast, losses)
     found: Sequence[TimeToLoss] | Sequence[LossAfter]
     if goal.loss is not None:
         found, title = losses.to_loss(goal.loss, timed), f"time to a loss of {goal.loss:g}"
@@ -94,12 +105,15 @@ def plan_losses(
     chosen, words = verdict(found, base)
     if output is not None:
         write_strategy(chosen, output)
+    far = doubts(losses, found, base, goal.seconds)
+    warnings = [*far, *unpriced, *forecast.network.doubts]
     if as_json:
-        typer.echo(json.dumps(document(found, base), indent=2))
+        said = document(found, base) | {"warnings": warnings, "unknown": unknown}
+        typer.echo(json.dumps(said, indent=2))
         return
     console = Console()
     console.print(table(found, base, title))
-    for doubt in [*doubts(losses, found), *unpriced, *forecast.network.doubts]:
+    for doubt in warnings:
         console.print(Text(f"warning: {doubt}", style="yellow"), soft_wrap=True)
     if unknown:
         text = f"{unknown} more have losses that the file does not tell: `{MADE_BY}` runs them."
@@ -118,22 +132,32 @@ class _Known(NamedTuple):
     unpriced: list[str]
 
 
-def _known(forecast: Forecast, losses: LossForecast, exact_only: bool) -> _Known:
-    """List the fastest of each kind of mathematics."""
-    ranked = forecast.exact() if exact_only else forecast.all()
+def _known(forecast: Forecast, losses: LossForecast) -> _Known:
+    """List the fastest of each kind of mathematics; of the baseline's what `Forecast.recommended`
+    is sure of."""
+    ranked = forecast.all()
     unpriced = []
     listed = {one.strategy for one in ranked}
-    for run in () if exact_only else losses.timed():
+    for run in losses.timed():
         if run.strategy not in listed:
             try:
                 ranked += forecast.rank([run.strategy])
-            except StrategyError as error:
+            except (ClusterError, StrategyError) as error:
                 unpriced.append(f"{label(run.strategy)} is left out: {error}")
-    baseline = next(one for one in ranked if one.strategy == forecast.base)
-    fastest: dict[str, Timed] = {}
+    base = forecast.base
+    baseline = next(one for one in ranked if one.strategy == base)
+    of_base = mathematics(base)
+    same = forecast.recommended([o for o in ranked if mathematics(o.strategy) == of_base])
+    fastest = {of_base: Timed.of(same, baseline)}
     for one in ranked:  # the one to prefer comes first
         fastest.setdefault(mathematics(one.strategy), Timed.of(one, baseline))
-    with_losses = [one for one in fastest.values() if losses.source(one.strategy) is not None]
-    base = Timed.of(baseline, baseline)
-    others = [one for one in with_losses if one.strategy != base.strategy]
-    return _Known([base, *others], len(fastest) - len(with_losses), unpriced)
+    told = [one for one in fastest.values() if losses.source(one.strategy) is not None]
+    others = [one for one in told if one.strategy != base]
+    known = {_from_the_start(one.strategy) for one in told}
+    unknown = {_from_the_start(one.strategy) for one in fastest.values()} - known
+    return _Known([Timed.of(baseline, baseline), *others], len(unknown), unpriced)
+
+
+def _from_the_start(strategy: Strategy) -> str:
+    """The mathematics with a codec that begins at once, as it runs for its losses."""
+    return mathematics(strategy.with_gradients(codec=at_once(strategy.gradients.codec)))

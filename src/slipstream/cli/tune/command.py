@@ -92,7 +92,7 @@ def tune(
     exact_only: ExactOnly = True,
     ranks: NumRanks = None,
     nodes: NumNodes = None,
-    rate: LinkRate = "1gbit",
+    rate: LinkRate | None = None,
     strategy: StrategyOption = None,
     cluster: _ClusterFile = None,
     updates: Updates = None,
@@ -130,11 +130,13 @@ def tune(
         raise LaunchError(
             "--cluster has no effect without --allow-lossy: exact choices are measured"
         )
+    if rate is not None and nodes is None:
+        raise LaunchError("--rate has no effect without --nodes: it is that of emulated links")
     losses = _check_losses(losses, to_loss, steps, exact_only=exact_only)
     known = NetworkProfile.load(cluster) if cluster else None
     folder = log_folder("tune-")
     LaunchSpec(script=script, log_dir=folder)  # checks that the script exists
-    where = _Where(ranks or (1 if nodes else 2), nodes, rate)
+    where = _Where(ranks or (1 if nodes else 2), nodes, rate or "1gbit")
     trials = Trials(where.command(script, args or []), folder, steps or 10)
     _end_on_signals()
     found: Tuned | TunedToLoss
@@ -146,6 +148,7 @@ def tune(
                     *(trials, base, to_loss, seconds, network.profile, display),
                     steps=steps,
                     total=updates,
+                    hidden=own_strategy(script),
                     notify=partial(_notify, log, display),
                 )
             else:

@@ -36,6 +36,7 @@ def tune_to_loss(
     *,
     steps: int | None,
     total: int | None,
+    hidden: str | None,
     notify: Callable[[Sequence[Trial]], None],
 ) -> TunedToLoss:
     """Run the script for its losses, with what is shown meanwhile.
@@ -49,6 +50,7 @@ def tune_to_loss(
         display: of the current activity.
         steps: updates of a run; None: `UPDATES`.
         total: updates of the whole training, if known.
+        hidden: why the script may not use the strategy that a trial gives it, if it looks so.
         notify: called with all trials after each new one.
 
     Raises:
@@ -72,6 +74,7 @@ def tune_to_loss(
         budget=budget,
         predict=predict,
         updates=steps or UPDATES,
+        hidden=hidden,
         notify=notify,
         doing=display.doing,
     ).tune()
@@ -83,6 +86,7 @@ def show(tuned: TunedToLoss, loss: float, console: Console) -> None:
     console.print(table(tuned.predictions, forecast.base, f"time to a loss of {loss:g}"))
     for line in agreement(tuned.calibration):
         console.print(Text(line), soft_wrap=True)
-    for doubt in [*doubts(forecast, tuned.predictions), *([] if tuned.paired else [UNPAIRED])]:
+    far = doubts(forecast, tuned.predictions, forecast.base)
+    for doubt in [*far, *([] if tuned.paired else [UNPAIRED])]:
         console.print(Text(f"warning: {doubt}", style="yellow"), soft_wrap=True)
     console.print(Text(tuned.verdict, style="bold"), soft_wrap=True)

@@ -120,7 +120,7 @@ class MeasuredSteps:
         trace, gradients = self.trace, self.gradients
         rows = slice(None) if chosen is None else np.asarray(chosen, dtype=int)
         stacked = {name: values[rows] for name, values in self.stacked.items()}
-        typical = {name: np.median(stacked[name], axis=0) for name in MEDIANS}
+        typical: dict[str, Any] = {name: np.median(stacked[name], axis=0) for name in MEDIANS}
         passes = np.median(stacked["passes"], axis=0)
         # Ranks begin an iteration by their own optimizer later than the last exchange ended.
         exchanges_ended = np.median(stacked["start"] - typical["optimizer"], axis=1)

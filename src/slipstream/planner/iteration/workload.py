@@ -40,7 +40,9 @@ class Workload:
     share of the parameters, ``sgd`` whether DGC may take the optimizer's momentum over.
     ``convolutions`` is the part of the layers that are such, ``half`` says whether weights have 16
     bits. ``reading`` are the seconds from batch to batch of workers or threads that read beside the
-    training and cannot keep up, 0 of those that can; None: of all ranks.
+    training and cannot keep up, 0 of those that can; None: of all ranks. ``first_part`` is the part
+    of forward within which all parameters are needed: less than all where forward holds that of
+    earlier micro-batches, too.
     """
 
     gradients: tuple[Gradient, ...]
@@ -60,6 +62,7 @@ class Workload:
     convolutions: float = 0.0
     half: bool = False
     reading: Array | None = None
+    first_part: float = 1.0
 
     @property
     def num_ranks(self) -> int:
@@ -74,13 +77,17 @@ class Workload:
 
     @property
     def forward_times(self) -> Array:
-        """Seconds of forward until each parameter's successor is needed, in forward order, by rank.
+        """Seconds of forward until each parameter's successor is needed, in forward order, by rank;
+        behind the last parameter the rest of forward.
 
         A layer is assumed to take the same share of forward as of backward.
         """
         ready = np.maximum.accumulate(self.ready, axis=1)
         gaps = np.diff(ready, axis=1, prepend=0.0)[:, ::-1] + 1e-12
-        return np.asarray(self.forward[:, None] * gaps / gaps.sum(axis=1, keepdims=True))
+        first = self.first_part * self.forward
+        times = np.asarray(first[:, None] * gaps / gaps.sum(axis=1, keepdims=True))
+        times[:, -1] += self.forward - first
+        return times
 
     def alone(self, batches: int) -> Array:
         """Seconds of an iteration of each rank, of so many batches, without any exchange.

@@ -59,7 +59,8 @@ class Network(FrozenModel):
 
     ``world``: the one group of all ranks. ``intra``: the ranks of each host. ``inter``: one rank of
     each host (the n-th of all hosts form a group); these groups share the links of the hosts.
-    A curve that was not measured is None.
+    A curve that was not measured is None. ``crowded`` are collectives that share links farther
+    away, such as the uplink of a rack, and how many times as long they take for it.
     """
 
     kind: GroupKind
@@ -69,6 +70,7 @@ class Network(FrozenModel):
     shared_memory_all_reduce: Curve | None = None
     reduce_scatter: Curve | None = None
     all_gather: Curve | None = None
+    crowded: Mapping[CollectiveName, float] | None = None
 
     @property
     def curves(self) -> dict[CollectiveName, Curve]:
@@ -97,7 +99,7 @@ class Network(FrozenModel):
         """
         largest = {other: c.points[-1] for other, c in self.curves.items() if other in ROUNDS}
         rates = [seconds / size / ROUNDS[other] for other, (size, seconds) in largest.items()]
-        return ROUNDS[name] * min(rates)
+        return ROUNDS[name] * min(rates) * (self.crowded or {}).get(name, 1.0)
 
     def scaled(
         self, kind: GroupKind, ranks: int, sharing: float = 1.0, per_byte: float | None = None
@@ -111,7 +113,9 @@ class Network(FrozenModel):
         if per_byte is not None:
             largest, longest = self.all_reduce.points[-1]
             bandwidth = per_byte / (self.all_reduce.per_byte or longest / largest)
-        curves = {name: curve.scaled(latency, bandwidth) for name, curve in self.curves.items()}
+        curves: dict[str, Any] = {
+            name: curve.scaled(latency, bandwidth) for name, curve in self.curves.items()
+        }
         return Network(kind=kind, ranks=ranks, **curves)
 
 

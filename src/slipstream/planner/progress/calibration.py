@@ -18,6 +18,8 @@ from slipstream.strategy import Strategy
 from slipstream.trace.event import ITERATION, Trace, is_meeting
 
 LONGEST = 64 * MIB
+NORMS = {"own_norm2", "average_norm2"}
+"""Arguments of an event."""
 MADE_BY = "slipstream tune --allow-lossy --to-loss LOSS -- train.py"
 """The command that writes the file."""
 
@@ -53,11 +55,26 @@ class LossCalibration(_Value):
             empirical model of large-batch training", https://arxiv.org/abs/1812.06162); None: it
             was not measured.
         cosine: between gradients of two ranks in one update; None: likewise.
+        ranks: that share a batch; None: it is not known.
+        model: name of its class; None: likewise.
     """
 
     runs: Annotated[tuple[LossRun, ...], Field(min_length=1)]
     noise: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     cosine: float | None = Field(default=None, ge=-1, le=1)
+    ranks: int | None = Field(default=None, ge=1)
+    model: str | None = None
+
+    def problem(self, trace: Trace) -> str | None:
+        """Say why it is not of the training of a trace; None: it may be."""
+        for name, of_losses, key in (
+            ("ranks", self.ranks, "world_size"),
+            ("model", self.model, "model"),
+        ):
+            of_trace = trace.meta.get(key)
+            if None not in (of_losses, of_trace) and of_losses != of_trace:
+                return f"{name}: {of_losses} in the file of losses, {of_trace} in the trace"
+        return None
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -152,7 +169,8 @@ def noise_of_gradients(trace: Trace) -> tuple[float, float] | None:
         >>> noise, round(cosine, 3)
         (1.0, 0.333)
     """
-    with_norms = [event.args for event in _iterations(trace) if "own_norm2" in event.args]
+    wholes = [event.args for event in _iterations(trace)]
+    with_norms = [args for args in wholes if args.keys() >= NORMS]  # what is not finite is left out
     ranks = len({event.rank for event in trace.events})
     if not with_norms or ranks < 2:
         return None
@@ -178,7 +196,7 @@ def cosine_of_changes(trace: Trace) -> float | None:
     """
     meetings: dict[tuple[str, int], dict[int, Mapping[str, float]]] = {}
     for event in trace.events:
-        if is_meeting(event.name) and "average_norm2" in event.args:
+        if is_meeting(event.name) and event.args.keys() >= NORMS:
             key = event.name, event.args["update"]
             meetings.setdefault(key, {})[event.rank] = event.args  # its pieces have the same
     ranks = max(map(len, meetings.values()), default=0)

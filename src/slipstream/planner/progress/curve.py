@@ -76,8 +76,6 @@ def binned(losses: Sequence[float] | Array, begin: float = FIRST, count: int = B
     edges = np.unique(np.round(np.geomspace(first + 1, len(values) + 1, count + 1))).astype(int) - 1
     counts = np.diff(edges)
     means = np.add.reduceat(values, edges[:-1])
-    if edges[-1] < len(values):
-        means[-1] -= values[edges[-1] :].sum()
     noise = np.array(
         [
             noise_of(values[max(stop - max(stop - start, NOISE), 0) : stop])
@@ -128,7 +126,7 @@ class LossCurve:
             seed: of the draws.
 
         Raises:
-            ValueError: too few losses, or they do not fall.
+            ValueError: too few losses, or they do not fall, or below 0.
 
         Example:
             >>> curve = LossCurve.fit(1 + 4 * np.arange(1, 201) ** -0.3)
@@ -137,11 +135,18 @@ class LossCurve:
             True
         """
         if len(losses) < LEAST_UPDATES:
-            raise ValueError(f"{len(losses)} updates tell no curve; allowed: {LEAST_UPDATES}")
+            raise ValueError(
+                f"{len(losses)} updates tell no curve; run it for {LEAST_UPDATES} at least"
+            )
         bins = binned(losses)
         fallen = float(bins.losses[0] - bins.losses[-1])
         if fallen <= 0:
-            raise ValueError(f"the loss does not fall in {len(losses)} updates")
+            raise ValueError(f"the loss does not fall in {len(losses)} updates; run it for longer")
+        if bins.losses[-1] <= 0:
+            raise ValueError(
+                f"its loss falls to {bins.losses[-1]:.4g}, and a curve is known of losses above 0 "
+                "alone; give backward() a loss that has a constant added"
+            )
         late = bins.losses[bins.updates >= LATE * len(losses)]
         above_end = np.maximum(bins.losses - bins.losses[-1], 0) + abs(late[0] - late[-1])
         weights = 1 / (bins.errors**2 + (MISFIT * above_end) ** 2 + 1e-18)

@@ -100,14 +100,16 @@ class Delay:
         bins = binned(np.asarray(lossy)[:count] - hard, BEGIN, BINS)
         # a loss that data parallelism has not reached in the calibration is at its end or beyond
         reached = np.minimum(best.updates_to(bins.losses), 4.0 * len(dense))
-        slopes = best.scales * best.exponents * (reached + best.shifts) ** (-best.exponents - 1)
+        since = np.maximum(reached + best.shifts, 1e-9)
+        slopes = best.scales * best.exponents * since ** (-best.exponents - 1)
         errors = bins.errors / np.maximum(slopes, 1e-12)
         weights = 1 / (errors**2 + (MISFIT * reached + 0.5) ** 2)
         center = RATIOS if batches == 1 else np.linspace(-np.log(batches), 0.2, len(RATIOS))
         lags, ratios = (
             axis.ravel()[:, None] for axis in np.meshgrid(LAGS * count, center, indexing="ij")
         )
-        found = np.maximum((bins.updates - lags) / np.exp(ratios), 1.0)
+        # below 0 within a lag: else one as long as the run would explain a run that never learns
+        found = (bins.updates - lags) / np.exp(ratios)
         misses = (weights * (reached - found) ** 2).sum(1)
         if batches == 1:
             misses += 2 * np.log1p((ratios[:, 0] / RATIO_ERROR) ** 2)

@@ -86,7 +86,7 @@ class TimeToLoss:
         updates: to the loss.
         time: seconds to the loss.
         ratio: its time over that of the baseline, the noise of the common curve cancelled.
-        faster: probability that it is faster than the baseline.
+        better: probability that it is faster than the baseline.
     """
 
     strategy: Strategy
@@ -95,12 +95,23 @@ class TimeToLoss:
     updates: Quantiles
     time: Quantiles
     ratio: Quantiles
-    faster: float
+    better: float
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether it is faster than the baseline for all that its interval holds."""
+        return self.ratio.high < 1
+
+    @property
+    def in_words(self) -> str:
+        """Its time against the baseline's."""
+        low, middle, high = self.ratio
+        return f"takes {middle:.2f} of the baseline's time ({low:.2f} to {high:.2f})"
 
 
 @dataclass(frozen=True, slots=True)
 class LossAfter:
-    """The loss that one strategy reaches by a time; ``lower`` is the probability that it is below
+    """The loss that one strategy reaches by a time; ``better`` is the probability that it is below
     the baseline's, ``gap`` their difference."""
 
     strategy: Strategy
@@ -108,7 +119,18 @@ class LossAfter:
     seconds: float
     loss: Quantiles
     gap: Quantiles
-    lower: float
+    better: float
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether it is below the baseline's for all that its interval holds."""
+        return self.gap.high < 0
+
+    @property
+    def in_words(self) -> str:
+        """Its loss against the baseline's."""
+        low, middle, high = self.gap
+        return f"ends {middle:+.3g} from the baseline's loss ({low:+.3g} to {high:+.3g})"
 
 
 @dataclass(frozen=True)
@@ -151,7 +173,7 @@ class LossForecast:
         try:
             return LossCurve.fit(self.calibration.runs[0].losses)
         except ValueError as error:
-            raise TraceError(f"the calibration's first run: {error}; run it for longer") from None
+            raise TraceError(f"the calibration's first run: {error}") from None
 
     @cached_property
     def runs(self) -> dict[str, LossRun]:
@@ -272,9 +294,9 @@ class LossForecast:
         worth = np.stack([delay.dense_for(column) for column in np.maximum(updates, 1.0).T])
         return np.stack([self.curve.losses(row) for row in worth]).T
 
-    def reach(self, found: TimeToLoss) -> float:
-        """Times the updates of the first run that a prediction goes beyond."""
-        return found.updates.middle / self.curve.updates
+    def reach(self, updates: float) -> float:
+        """Times the updates of the first run that so many are."""
+        return updates / self.curve.updates
 
     @property
     def _end(self) -> float:
@@ -291,7 +313,7 @@ class LossForecast:
 def verdict(
     found: Sequence[TimeToLoss | LossAfter], base: Strategy | None = None
 ) -> tuple[Strategy, str]:
-    """Choose: the first, where its interval is clear of the baseline's, else the baseline.
+    """Choose: the first whose interval is clear of the baseline's, else the baseline.
 
     Args:
         found: of `LossForecast`, in its order.
@@ -302,27 +324,16 @@ def verdict(
     """
     base = base or Strategy()
     first = found[0]
+    clear = next((one for one in found if one.strategy != base and one.is_clear), None)
+    if clear is not None:
+        words = (
+            f"{label(clear.strategy)} {clear.in_words}; {clear.better:.0%} sure that it is better"
+        )
+        return clear.strategy, words
     if first.strategy == base:
         return base, "stay with the baseline: nothing else is predicted to reach it sooner"
-    if isinstance(first, TimeToLoss):
-        sure, ratio = first.faster, first.ratio
-        clear = ratio.high < 1
-        words = (
-            f"takes {ratio.middle:.2f} of the baseline's time ({ratio.low:.2f} to {ratio.high:.2f})"
-        )
-    else:
-        sure, gap = first.lower, first.gap
-        clear = gap.high < 0
-        words = (
-            f"ends {gap.middle:+.3g} from the baseline's loss ({gap.low:+.3g} to {gap.high:+.3g})"
-        )
-    name = label(first.strategy)
-    if clear:
-        return first.strategy, f"{name} {words}; {sure:.0%} sure that it is better"
-    return (
-        base,
-        f"stay with the baseline: {name} {words}, so only {sure:.0%} sure that it is better",
-    )
+    words = f"{label(first.strategy)} {first.in_words}, so only {first.better:.0%} sure that it is"
+    return base, f"stay with the baseline: {words} better"
 
 
 def _seconds(timed: Timed) -> Array:

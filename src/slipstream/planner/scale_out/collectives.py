@@ -18,8 +18,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from slipstream.planner.network.curve import Curve, Piece
-from slipstream.planner.network.profile import GroupKind, Network, NetworkProfile
-from slipstream.planner.scale_out.shape import FabricConfig
+from slipstream.planner.network.profile import (
+    ROUNDS,
+    CollectiveName,
+    GroupKind,
+    Network,
+    NetworkProfile,
+)
+from slipstream.planner.scale_out.shape import Backend, FabricConfig
 
 _SIZES = tuple(2**power for power in range(6, 37))
 """Bytes of the points of a curve."""
@@ -96,7 +102,12 @@ def uplink_slowdown(hosts: int, fabric: FabricConfig) -> float:
 
 
 def network(
-    kind: GroupKind, ranks: int, link: LinkSpeed, *, direct: float = 1.0, trees: bool = True
+    kind: GroupKind,
+    ranks: int,
+    link: LinkSpeed,
+    *,
+    direct: float = 1.0,
+    backend: Backend = "nccl",
 ) -> Network:
     """Build the curves of groups of ``ranks`` on links of one kind.
 
@@ -105,31 +116,46 @@ def network(
         ranks: of a group.
         link: between neighbours.
         direct: how many times as long direct sends take as a ring.
-        trees: whether an all-reduce takes a tree where that is faster, as NCCL does.
+        backend: NCCL takes a tree for an all-reduce where that is faster.
     """
     share = (ranks - 1) / ranks
     ring = 2 * (ranks - 1) * link.latency, 2 * share / link.rate
-    half = (ranks - 1) * link.latency, share / link.rate
     tree = tree_all_reduce(0, ranks, link), 2 * share and 2 / link.rate
-    straight = _curve((ring[0], ring[1] * direct))
+    crowded = dict.fromkeys(_straight(backend), direct)
+
+    def curve(name: CollectiveName) -> Curve:
+        startup, per_byte = (value * ROUNDS[name] / 2 for value in ring)
+        return _curve((startup, per_byte * crowded.get(name, 1.0)))
+
     return Network(
         kind=kind,
         ranks=ranks,
-        all_reduce=_curve(tree, ring) if trees else _curve(ring),
-        direct_all_reduce=straight,
-        reduce_scatter=_curve(half),
-        all_gather=_curve(half),
+        all_reduce=_curve(tree, ring) if backend == "nccl" else _curve(ring),
+        direct_all_reduce=curve("direct_all_reduce"),
+        reduce_scatter=curve("reduce_scatter"),
+        all_gather=curve("all_gather"),
+        crowded=crowded if direct > 1 else None,
     )
 
 
+def _straight(backend: str) -> tuple[CollectiveName, ...]:
+    """Collectives in which every rank sends to every other one."""
+    halves: tuple[CollectiveName, ...] = ("reduce_scatter", "all_gather")
+    return ("direct_all_reduce", *(() if backend == "nccl" else halves))
+
+
 def machines(
-    networks: Mapping[GroupKind, Network], hosts: int, ranks_per_host: int
+    networks: Mapping[GroupKind, Network],
+    hosts: int,
+    ranks_per_host: int,
+    backend: Backend = "nccl",
 ) -> NetworkProfile:
     """Build the profile of machines that compute as fast beside an exchange.
 
     Args:
         networks: of all ranks, and of those inside and between hosts.
         hosts, ranks_per_host: whose product is the number of ranks.
+        backend: of the ranks.
     """
     return NetworkProfile(
         world_size=hosts * ranks_per_host,
@@ -141,7 +167,7 @@ def machines(
         latency_slowdown=0.0,
         queue_share=0.0,
         queue_seconds=0.0,
-        backend="nccl",
+        backend=backend,
         date="",
         versions={},
         extrapolated="computed from the shape of a training",
@@ -159,7 +185,7 @@ def fabric_profile(profile: NetworkProfile, fabric: FabricConfig) -> NetworkProf
     trees = profile.backend == "nccl"
     if slowdown == 1.0 and not trees:
         return profile
-    straight = ("direct_all_reduce", *(() if trees else ("reduce_scatter", "all_gather")))
+    straight = _straight(profile.backend)
     networks = {}
     for kind, groups in profile.networks.items():
         crosses = kind != "intra" and slowdown > 1.0
@@ -169,7 +195,8 @@ def fabric_profile(profile: NetworkProfile, fabric: FabricConfig) -> NetworkProf
         }
         if trees:
             curves["all_reduce"] = _with_tree(curves["all_reduce"], groups.ranks)
-        networks[kind] = Network(kind=kind, ranks=groups.ranks, **curves)
+        crowded = dict.fromkeys(straight, slowdown) if crosses else None
+        networks[kind] = Network(kind=kind, ranks=groups.ranks, **curves, crowded=crowded)
     return profile.model_copy(update={"networks": networks})
 
 

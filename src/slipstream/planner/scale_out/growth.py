@@ -84,10 +84,12 @@ class Growth:
     Attributes:
         base: the technique that others are compared with.
         points: of all techniques that each number of ranks allows.
+        notes: of the network on most ranks: how it was extrapolated, and what is doubtful in it.
     """
 
     base: str
     points: tuple[GrowthPoint, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def numbers(self) -> list[int]:
@@ -152,9 +154,11 @@ def grow(
     """
     points: list[GrowthPoint] = []
     unit = 0.0
+    notes: tuple[str, ...] = ()
     for ranks in sorted(numbers):
         here = place(ranks)
         network = here.network
+        notes = (network.extrapolated, *network.doubts)
         for name, variants in techniques(base, here, lossy=lossy).items():
             work = _slowed(here.workload, slowest(ranks, fabric, _apart(variants[0])))
             timed = [(seconds_of(one, work, network), one) for one in variants]
@@ -167,7 +171,7 @@ def grow(
             points.append(GrowthPoint(ranks, name, best, seconds, speed / unit, hours, exact))
     others = {point.technique for point in points if point.strategy != base}
     kept = (point for point in points if point.technique in {label(base), *others})
-    return Growth(label(base), tuple(kept))
+    return Growth(label(base), tuple(kept), tuple(filter(None, notes)))
 
 
 def techniques(
@@ -184,6 +188,8 @@ def techniques(
     """
     work, network = place
     transports = [one for one in ALTERNATIVES if is_priced(one, network)]
+    if network.backend == "nccl":  # GPUs refuse sums inside hosts, and send by the backend
+        transports = [one for one in transports if isinstance(one, FlatConfig)]
     found = {label(base): [base]}
     for transport in transports:
         own = transport.kind == transport_kind(base.gradients.transport)

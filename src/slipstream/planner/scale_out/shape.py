@@ -6,7 +6,7 @@ A file of them is YAML or JSON, and is checked as a strategy is.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -17,6 +17,9 @@ from slipstream.strategy.yaml import read
 Whole = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+
+
+Backend = Literal["nccl", "gloo"]
 
 
 class FabricConfig(Setting):
@@ -121,6 +124,9 @@ class MachineConfig(Setting):
     """
 
     ranks_per_host: Whole
+    backend: Backend = "nccl"
+    """Of collectives: nccl of GPUs, gloo of ranks whose gradients are in the memory of CPUs, which
+    alone have direct sends and sums inside hosts."""
     teraflops: Positive
     """10^12 operations a second that matrix products reach on a rank."""
     memory_gbytes: Positive
@@ -179,6 +185,11 @@ class ScaleOutConfig(Setting):
 
     @model_validator(mode="after")
     def _is_divisible(self) -> Self:
+        if self.parallel.interleaved > 1 and self.parallel.pipeline == 1:
+            raise ValueError(
+                f"parallel.interleaved is {self.parallel.interleaved} with pipeline 1, where "
+                "there is nothing to fill; leave it out, or set parallel.pipeline"
+            )
         stages = self.parallel.pipeline * self.parallel.interleaved
         if self.model.layers % stages:
             raise ValueError(

@@ -14,6 +14,8 @@ Sources: Narayanan et al. 2021 (operations); Korthikanti et al. 2022 (activation
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from slipstream.gradients.layout import Gradient
@@ -92,6 +94,7 @@ def workload(shape: ScaleOutConfig, ranks: int) -> Workload:
     parameters = sum(gradient.num_bytes for gradient in gradients) / model.gradient_bytes
     optimizer = parameters * OPTIMIZER_BYTES / (machine.memory_gbytes * 1e9)
     one = np.ones(replicas)
+    first = stages[0] - backward  # forward of the first micro-batch
     return Workload(
         gradients=tuple(gradients),
         data_wait=0 * one,
@@ -104,6 +107,7 @@ def workload(shape: ScaleOutConfig, ranks: int) -> Workload:
         optimizer_bytes=round(12 * parameters),
         shardable=True,
         sgd=False,
+        first_part=first / (total - backward),
     )
 
 
@@ -116,24 +120,29 @@ def profile(shape: ScaleOutConfig, ranks: int) -> NetworkProfile:
     Raises:
         StrategyError: the ranks cannot be divided so.
     """
-    machine, replicas = shape.machine, shape.replicas(ranks)
-    per_host = max(1, machine.ranks_per_host // shape.parallel.tensor)
-    per_host = min(per_host, replicas)
+    machine, replicas, tensor = shape.machine, shape.replicas(ranks), shape.parallel.tensor
+    per_host = min(max(1, machine.ranks_per_host // tensor), replicas)
+    hosts = math.ceil(replicas * tensor / machine.ranks_per_host)
+    groups = min(tensor, machine.ranks_per_host)
+    uplinks = uplink_slowdown(hosts, shape.fabric)
+    across, direct = _inside(machine), 1.0
+    if hosts > 1:
+        between = _between(machine, groups)
+        across = LinkSpeed(between.latency, min(across.rate, between.rate))
+        # a ring leaves a host once; direct sends of all its ranks go to all ranks elsewhere
+        leaving = per_host * (replicas - per_host) / (replicas - 1)
+        direct = max(1.0, leaving * across.rate / between.rate) * uplinks
     if replicas % per_host:
         per_host = 1
-    hosts = replicas // per_host
-    groups = min(shape.parallel.tensor, machine.ranks_per_host)
-    slowdown = uplink_slowdown(hosts, shape.fabric)
-    inside, between = _inside(machine), _between(machine, groups)
-    across = inside if hosts == 1 else LinkSpeed(between.latency, min(inside.rate, between.rate))
+    kind = machine.backend
     networks: dict[GroupKind, Network] = {
-        "world": network("world", replicas, across, direct=slowdown)
+        "world": network("world", replicas, across, direct=direct, backend=kind)
     }
-    if hosts > 1 and per_host > 1:
-        shared = _between(machine, groups * per_host)
-        networks["intra"] = network("intra", per_host, inside)
-        networks["inter"] = network("inter", hosts, shared, direct=slowdown)
-    return machines(networks, hosts, per_host)
+    if 1 < per_host < replicas:
+        shared, others = _between(machine, groups * per_host), replicas // per_host
+        networks["intra"] = network("intra", per_host, _inside(machine), backend=kind)
+        networks["inter"] = network("inter", others, shared, direct=uplinks, backend=kind)
+    return machines(networks, replicas // per_host, per_host, kind)
 
 
 def _inside(machine: MachineConfig) -> LinkSpeed:
