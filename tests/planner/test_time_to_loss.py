@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import log
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from slipstream.planner.progress.calibration import (
     losses_of,
     noise_of_gradients,
 )
-from slipstream.planner.progress.curve import BEND, LossCurve
-from slipstream.planner.progress.delay import Delay
+from slipstream.planner.progress.curve import BEND, DRAWS, LossCurve
+from slipstream.planner.progress.delay import Delay, LargerBatch
 from slipstream.planner.progress.time_to_loss import (
     LossForecast,
     Quantiles,
@@ -101,6 +102,40 @@ def test_larger_batches_pair_with_as_many_batches() -> None:
     assert np.median(delay.updates_for(np.full(4000, 1000.0))) == pytest.approx(500, rel=0.1)
 
 
+def test_a_larger_batch_brings_more_as_gradients_grow_noisier() -> None:
+    """Against the law itself: updates follow each other by what an update is worth then."""
+    floor, batches, noise = 1.0, 4, 1.0
+    curve = LossCurve.fit(loss_at(np.arange(1, LENGTH + 1), floor=floor))
+    first = (1 + noise / batches) / (1 + noise)
+    larger = LargerBatch.of(Delay.between(first, first), curve, batches)
+    updates, done, end = first * LENGTH, float(LENGTH), 20 * LENGTH
+    likeliest = curve.likeliest
+    while done < end:
+        fallen = likeliest.losses(LENGTH) / likeliest.losses(done)
+        grown = noise * float(fallen[0]) ** (1 / 0.21)
+        step = (1 + grown) / (1 + grown / batches)
+        updates, done = updates + 1, done + step
+    found = larger.updates_for(np.full(DRAWS, float(end)))
+    low, _, high = np.quantile(found, [0.1, 0.5, 0.9])
+    assert low < updates < high
+    known = replace(larger, curve=likeliest, powers=np.full(DRAWS, 1 / 0.21))
+    assert known.updates_for(np.full(DRAWS, float(end))) == pytest.approx(updates, rel=0.02)
+    assert first * end * (1 + 1e-6) > found.max() > found.min() > end / batches
+    # within the calibration it is as measured, and at the floor as far out as it gets
+    assert np.allclose(larger.updates_for(np.full(DRAWS, 100.0)), first * 100)
+    assert (larger.far_ratios <= found / end + 1e-6).all()
+    assert (larger.far_ratios >= 1 / batches).all()
+    assert np.isinf(larger.updates_for(np.full(DRAWS, np.inf))).all()
+    assert np.allclose(larger.dense_for(found), end, rtol=1e-3)
+
+
+def test_a_larger_batch_that_brings_nothing_or_all_stays_so() -> None:
+    curve = LossCurve.fit(loss_at(np.arange(1, LENGTH + 1)))
+    for ratio in (0.25, 1.0, 1.1):
+        larger = LargerBatch.of(Delay.between(ratio, ratio), curve, 4)
+        assert np.allclose(larger.updates_for(np.full(DRAWS, 5000.0)), 5000 * ratio)
+
+
 def test_exact_strategies_share_the_curve_and_unknown_ones_are_left_out() -> None:
     forecast = LossForecast(calibration(noise=3.0))
     settings = {}, DIRECT, INT8, TWICE
@@ -172,8 +207,8 @@ def test_a_run_that_never_learns_is_not_chosen(course: str) -> None:
 def test_a_sure_second_is_chosen_where_the_first_is_not_sure() -> None:
     forecast = LossForecast(calibration([(INT8, lambda own: own)], noise=20.0))
     four = Strategy().with_gradients(accumulate=4)
-    timed = [Timed(Strategy(), 1.0), Timed(Strategy.load(INT8), 0.9, 0.01), Timed(four, 1.3)]
-    found = forecast.to_loss(1.6, timed)
+    timed = [Timed(Strategy(), 1.0), Timed(Strategy.load(INT8), 0.7, 0.01), Timed(four, 1.3)]
+    found = forecast.to_loss(1.9, timed)
     assert found[0].strategy == four
     assert not found[0].is_clear
     assert verdict(found)[0] == Strategy.load(INT8)

@@ -132,8 +132,8 @@ def test_a_baseline_whose_codec_begins_late_is_refused() -> None:
 
 
 def test_the_end_of_the_budget_is_in_the_verdict() -> None:
-    tuned = Script(wall=30.0).tuner(budget=95.0).tune()
-    assert "the budget ended before 3 more: a larger --budget tries them" in tuned.verdict
+    tuned = Script(wall=30.0).tuner(budget=125.0).tune()
+    assert "the budget ended before 2 more: a larger --budget tries them" in tuned.verdict
 
 
 def test_losses_that_are_not_finite_end_their_run_alone() -> None:
@@ -169,7 +169,7 @@ def test_mistakes_are_said_after_the_first_run_at_the_latest() -> None:
     assert len(script.runs) == 1
     with pytest.raises(LaunchError, match=r"no room behind the first run of 10 s.*--budget 41s"):
         Script().tuner(budget=20.0).tune()
-    with pytest.raises(LaunchError, match="the baseline run of 100 updates failed: boom"):
+    with pytest.raises(LaunchError, match=r"failed, boom; .*100 updates: --steps takes"):
         Script(fails="").tuner().tune()
     with pytest.raises(LaunchError, match=r"--steps 12: too few updates.*allowed: 40 or more"):
         check_updates(12)

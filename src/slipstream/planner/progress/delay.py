@@ -9,6 +9,13 @@ a schedule's first updates), a ratio for as long as it trains. A short run tells
 apart badly. So ratios count less the further they are from 1 (`RATIO_ERROR`); under larger batches
 any ratio counts that noise allows: from one over the batches of an update, where all of it is
 noise, to 1, where nothing is.
+
+[Note: Larger batches later on]
+Gradients grow noisier while the loss falls, so a larger batch brings more later than in a
+calibration. With a gradient noise scale of ``n`` batches, an update of ``k`` batches is worth
+``(1 + n) / (1 + n / k)`` (McCandlish et al. 2018), and ``n`` grows as ``loss ** -(1 / 0.21)``, of
+language models as they were measured (Kaplan et al., "Scaling laws for neural language models",
+https://arxiv.org/abs/2001.08361, equation 1.4). Draws of the power reach from 0 to twice that.
 """
 
 from __future__ import annotations
@@ -33,6 +40,10 @@ BEGIN, BINS = 0.4, 6
 of the rest."""
 MISFIT = 0.1
 """Part by which ``v`` may miss, where the course is another."""
+NOISE_POWER = 1 / 0.21
+"""How fast noise grows: see the note."""
+POINTS, SEARCH = 48, 30
+"""Updates at which a ratio that changes is looked at; and halvings in the search for one."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +128,11 @@ class Delay:
         chosen = np.random.default_rng(seed).choice(len(likely), DRAWS, p=likely / likely.sum())
         return cls(lags[chosen, 0], np.exp(ratios[chosen, 0]))
 
+    @property
+    def far_ratios(self) -> Array:
+        """Updates for one of data parallelism, however far out."""
+        return self.ratios
+
     def updates_for(self, dense: Array) -> Array:
         """Updates that it needs where data parallelism needs ``dense``, of each draw."""
         return np.maximum(self.lags + self.ratios * dense, 1.0)
@@ -124,3 +140,75 @@ class Delay:
     def dense_for(self, updates: float | Array) -> Array:
         """Updates of data parallelism that its own are worth, of each draw."""
         return np.asarray(np.maximum((updates - self.lags) / self.ratios, 1.0))
+
+
+@dataclass(frozen=True)
+class LargerBatch:
+    """A delay whose ratio falls behind the calibration, as gradients grow noisier; see the note.
+
+    Attributes:
+        delay: in the calibration.
+        curve: of data parallelism.
+        batches: those of data parallelism that an update takes.
+        powers: how fast the noise grows, of each draw.
+    """
+
+    delay: Delay
+    curve: LossCurve
+    batches: float
+    powers: Array
+
+    @classmethod
+    def of(cls, delay: Delay, curve: LossCurve, batches: float, seed: int = 0) -> LargerBatch:
+        """Draw the powers.
+
+        Args:
+            delay: in the calibration.
+            curve: of data parallelism.
+            batches: those of data parallelism that an update takes.
+            seed: of the draws.
+
+        Example:
+            >>> curve = LossCurve.fit(1 + 4 * np.arange(1, 201) ** -0.5)
+            >>> one = LargerBatch.of(Delay.between(0.6, 0.6), curve, 4)
+            >>> soon, late = (np.median(one.updates_for(np.full(4000, v))) / v for v in (200, 2000))
+            >>> round(float(soon), 2), bool(0.25 < late < 0.5)
+            (0.6, True)
+        """
+        powers = np.random.default_rng(seed + 1).uniform(0, 2 * NOISE_POWER, DRAWS)
+        return cls(delay, curve, batches, powers)
+
+    @property
+    def far_ratios(self) -> Array:
+        """Updates for one of data parallelism, however far out: at the curve's floor."""
+        at = np.stack([self.curve.losses(self.curve.updates), self.curve.floors])
+        return np.asarray(self._ratios(at)[1])
+
+    def updates_for(self, dense: Array) -> Array:
+        """Updates that it needs where data parallelism needs ``dense``, of each draw."""
+        end = float(self.curve.updates)
+        within = self.delay.updates_for(np.minimum(dense, end))
+        far = np.where(np.isfinite(dense), np.maximum(dense, end), end)
+        steps = np.linspace(0.0, 1.0, POINTS)[:, None] * np.log(far / end)
+        at = end * np.exp(steps)
+        ratios = self._ratios(np.stack([self.curve.losses(row) for row in at]))
+        beyond = ((ratios[1:] + ratios[:-1]) / 2 * np.diff(at, axis=0)).sum(axis=0)
+        return np.asarray(np.where(np.isfinite(dense), within + beyond, np.inf))
+
+    def dense_for(self, updates: float | Array) -> Array:
+        """Updates of data parallelism that its own are worth, of each draw."""
+        low = np.ones(DRAWS)
+        high = np.maximum(self.delay.dense_for(updates) * self.batches, low)
+        for _ in range(SEARCH):
+            middle = np.sqrt(low * high)
+            less = self.updates_for(middle) < updates
+            low, high = np.where(less, middle, low), np.where(less, high, middle)
+        return np.asarray(np.sqrt(low * high))
+
+    def _ratios(self, losses: Array) -> Array:
+        """Updates for one of data parallelism at these losses: a row a loss, a column a draw."""
+        least, first = 1 / self.batches, self.delay.ratios
+        noise = (1 - first) / np.maximum(first - least, 1e-9)
+        fallen = np.maximum(losses / losses[:1], 1e-9) ** self.powers
+        grown = (fallen + noise / self.batches) / (fallen + noise)
+        return np.asarray(np.where((least < first) & (first < 1), grown, first))

@@ -18,7 +18,7 @@ from slipstream.errors import StrategyError, TraceError
 from slipstream.planner.network.fit import Array
 from slipstream.planner.progress.calibration import LossCalibration, LossRun, mathematics
 from slipstream.planner.progress.curve import DRAWS, LEAST_UPDATES, LossCurve
-from slipstream.planner.progress.delay import Delay
+from slipstream.planner.progress.delay import Delay, LargerBatch
 from slipstream.planner.search.label import label
 from slipstream.planner.search.ranking import DEVIATIONS, Prediction
 from slipstream.strategy import Strategy
@@ -150,7 +150,7 @@ class LossForecast:
         ... ]
         >>> forecast = LossForecast(LossCalibration(runs=runs))
         >>> ddp, int8 = forecast.to_loss(2.1, [Timed(Strategy.load(s), 1.0) for s in settings])
-        >>> ddp.strategy == Strategy(), int8.faster < 0.1, int8.ratio.low < 2 < int8.ratio.high
+        >>> ddp.strategy == Strategy(), int8.better < 0.1, int8.ratio.low < 2 < int8.ratio.high
         (True, True, True)
         >>> verdict([ddp, int8])[1]
         'stay with the baseline: nothing else is predicted to reach it sooner'
@@ -199,21 +199,23 @@ class LossForecast:
             return "noise scale" if self._batches(strategy) > 1 else None
         return None
 
-    def delay(self, strategy: Strategy) -> Delay | None:
+    def delay(self, strategy: Strategy) -> Delay | LargerBatch | None:
         """Updates of a strategy against those of the first run; None: nothing tells them."""
-        key = mathematics(strategy)
+        key, times = mathematics(strategy), self._batches(strategy)
         match self.source(strategy):
+            case None:
+                return None
             case "exact":
                 return Delay.none()
             case "measured":
                 dense, run = self.calibration.runs[0].losses, self.runs[key]
-                batches = max(round(self._batches(strategy)), 1)
-                return Delay.fit(self.curve, dense, run.losses, batches, _seed(key))
+                batches = max(round(times), 1)
+                delay = Delay.fit(self.curve, dense, run.losses, batches, _seed(key))
             case "noise scale":
-                noise, times = self.calibration.noise, self._batches(strategy)
+                noise = self.calibration.noise
                 assert noise is not None
-                return Delay.between((1 + noise / times) / (1 + noise), 1.0, _seed(key))
-        return None
+                delay = Delay.between((1 + noise / times) / (1 + noise), 1.0, _seed(key))
+        return delay if times <= 1 else LargerBatch.of(delay, self.curve, times, _seed(key))
 
     def _batches(self, strategy: Strategy) -> float:
         return strategy.gradients.accumulate / self.base.gradients.accumulate
@@ -248,7 +250,7 @@ class LossForecast:
             updates, seconds = delay.updates_for(dense), _seconds(one)
             time = updates * seconds
             with np.errstate(invalid="ignore"):  # what is never reached: the ratio far out
-                of_updates = np.where(np.isinf(dense), delay.ratios, updates / dense)
+                of_updates = np.where(np.isinf(dense), delay.far_ratios, updates / dense)
             ratio = of_updates * seconds / own
             found.append(
                 TimeToLoss(
