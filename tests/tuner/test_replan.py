@@ -32,7 +32,7 @@ SEARCH, LASTS = 24, 8
 SEEN = SEARCH + 2 * LASTS + 1
 """The update after which a change is known that is there from the end of `STEADY` on."""
 STEADY = SEARCH + LASTS
-AUTO: dict[str, Any] = {"gradients": {"transport": {"kind": "auto", "updates": 30}}}
+AUTO: dict[str, Any] = {"gradients": {"transport": {"kind": "auto", "updates": SEARCH}}}
 OFTEN = {"gradients": {"transport": {**AUTO["gradients"]["transport"], "replan": "may_shard"}}}
 CHOICES = {  # seconds of flat, direct, sharded, and sharded with a third replicated
     "flat": (1.0, 2.0, 3.0, 4.0) * 2,
@@ -191,7 +191,7 @@ def test_there_and_back_all_ranks_search_at_one_update_to_the_same_bits(two: Ran
         assert equal(answer["optimizer"], expected["optimizer"])
     report = answers[0]["report"]
     assert (
-        f"searched again from update {SEEN} on, as in {LASTS} updates backward and exchanges"
+        f"searched again from update {SEEN} of this session on, as in {LASTS} updates backward and exchanges"
         in report
     )
     assert "took 4.000 s instead of 1.000 s" in report

@@ -97,6 +97,7 @@ class TrainingLoop:
         # Where in an update the loop is:
         self._local_only = False  # inside no_sync()
         self._backward_done = False  # step() is next
+        self._exchanged = False  # by the last backward pass: the averages are there
         self._sum: tuple[nn.Parameter, torch.Tensor, int] | None = None  # one of an open window
         self._updating = False  # inside an update of step()
         self._by_hand: bool | None = None  # inside one by hand; True: it is skipped
@@ -121,8 +122,8 @@ class TrainingLoop:
 
     @property
     def update_due(self) -> bool:
-        """Whether the gradients of an update are there: ``step()`` is next."""
-        return self._backward_done and self.update_follows
+        """Whether the averages of an update are there: ``step()`` is next."""
+        return self._backward_done and self.update_follows and self._exchanged
 
     @property
     def failed(self) -> bool:
@@ -236,7 +237,7 @@ class TrainingLoop:
             self.whole.abort(error)
             raise
         self.whole.note_gradients()
-        self._backward_done = True
+        self._backward_done, self._exchanged = True, exchange
         if not exchange and not self._local_only:  # what no_sync() has gathered may be thrown away
             self._sum = self._first_sum()
         self.backwards += 1
@@ -271,6 +272,7 @@ class TrainingLoop:
             if not self._local_only:
                 self.window.advance()
             return False
+        self._exchange_sums()
         return self._update()
 
     def flush(self, max_norm: float | None) -> bool:
@@ -280,34 +282,38 @@ class TrainingLoop:
             raise UsageError("flush() inside no_sync(); call it after the with block")
         if not self.window_open:
             return False
-        self.sharding.watch.end()
         if max_norm is not None and self.momentum_correction.momenta:
             raise messages.clip_with_momentum()
-        self._check_sums()
-        if not self.update_due:
-            self.whole.check_gradients()
-            self.whole.complete()
-            self.tracer.flush_begins()
-            began = time.perf_counter()
-            self.engine.begin(
-                exchange=True, scale=self.window.scale, loss_scale=self.window.loss_scale
-            )
-            try:
-                self.engine.end()
-            except BaseException as error:
-                self.engine.abort(error)
-                raise
-            self.progress.waited += time.perf_counter() - began
-            self.tracer.flushed()
-            self.whole.note_gradients()
+        self._exchange_sums()
         if max_norm is not None:
             self.whole.clip_grad_norm_(max_norm)
         return self._update()
 
+    def _exchange_sums(self) -> None:
+        """Average what the window has gathered, where its last backward pass has not: it was in
+        ``no_sync()``, or is not the last."""
+        self.sharding.watch.end()
+        self._check_sums()
+        if self.update_due:
+            return
+        self.whole.check_gradients()
+        self.whole.complete()
+        self.tracer.flush_begins()
+        began = time.perf_counter()
+        self.engine.begin(exchange=True, scale=self.window.scale, loss_scale=self.window.loss_scale)
+        try:
+            self.engine.end()
+        except BaseException as error:
+            self.engine.abort(error)
+            raise
+        self.progress.waited += time.perf_counter() - began
+        self.tracer.flushed()
+        self.whole.note_gradients()
+
     def settle(self, *, in_forward: bool = False) -> None:
         """Forget an update that the script has skipped, by zeroing its gradients. ``in_forward``: a
         graph waits for its backward."""
-        if self.update_due and self._is_zeroed():
+        if self._backward_done and self.update_follows and self._is_zeroed():
             self._end_update(None)
         if not in_forward:
             self._meet()
@@ -362,7 +368,7 @@ class TrainingLoop:
 
     def _end_update(self, skip: bool | None) -> None:
         """All that follows; ``skip``: there was an overflow; None: the script skipped it."""
-        self._backward_done = False
+        self._backward_done = self._exchanged = False
         worked = skip is False and self.window.contributions > 0
         if skip is False:
             self.steps += 1
@@ -472,6 +478,8 @@ class TrainingLoop:
     def _window(self) -> str:
         if self._local_only:
             return "no_sync()"
+        if self._backward_done and self.window.last:
+            return "a window whose last backward() was in no_sync()"
         return f"an accumulation window of {self.window.accumulate} backward passes"
 
     def _check_sums(self) -> None:

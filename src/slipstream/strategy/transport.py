@@ -120,8 +120,9 @@ class AutoConfig(TransportVariant, exactness="reordered"):
     kind: Literal["auto"] = "auto"
     searches = True
 
-    updates: int = Field(default=60, ge=30)
-    """Updates that the search takes at most."""
+    updates: int = Field(default=60, ge=24)
+    """Updates that the search takes at most, but for 6 of each choice, of which there may be five.
+    """
 
     replan: Literal[True, False, "may_shard"] = True
     """Search again where updates take 1.4 times as long as after the last search, or as short, for
