@@ -1,6 +1,6 @@
 """python -m tests.conformance [--write] [--rows sharded,flat] [--columns EMA]
 
-With ``--write`` and ``--rows`` the other rows of the page stay as they were.
+With ``--write`` the other rows and columns of the page stay as they were.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ import argparse
 import json
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.conformance.cell import Verdict
-from tests.conformance.habit import all_habits
+from tests.conformance.habit import Habit, all_habits
 from tests.conformance.page import PAGE, read, render
 from tests.conformance.rows import Outcomes, every, run_matrix
 from tests.conformance.techniques import TECHNIQUES
@@ -55,10 +56,16 @@ def main() -> None:
     counts = Counter(verdict.outcome for _, _, verdict in every(outcomes))
     print("\n".join(lines))
     if given.write:
-        whole = read(habits) | outcomes  # rows that were not run stay as they were
-        whole = {t.name: whole[t.name] for t in TECHNIQUES if t.name in whole}
-        PAGE.write_text(render(whole, habits))
+        PAGE.write_text(render(with_the_rest(outcomes, habits), all_habits()))
     print(f"{dict(counts)} in {time.monotonic() - start:.0f} s")
+
+
+def with_the_rest(outcomes: Outcomes, habits: Sequence[Habit]) -> Outcomes:
+    """The rows of the page, where these cells take the place of those that were there."""
+    others = [habit for habit in all_habits() if habit not in habits]
+    before, names = read(others), {habit.name for habit in all_habits()}
+    whole = {t.name: before.get(t.name, {}) | outcomes.get(t.name, {}) for t in TECHNIQUES}
+    return {name: row for name, row in whole.items() if names <= row.keys()}
 
 
 def kept_rows(file: str | None, habits: list[str]) -> Outcomes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -153,6 +154,10 @@ class Loop:
 
     def flush(self, max_norm: float | None = None) -> bool:
         """Update by what an open window holds, clipped if asked."""
+        raise NotImplementedError
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, gradients stay on their rank."""
         raise NotImplementedError
 
     def clip(self, max_norm: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,6 +98,9 @@ class Plain(Loop):
             self.optimizer.step()
         self.model.zero_grad()
         return not skipped
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def flush(self, max_norm: float | None = None) -> bool:
         open_ = self._micro % self.accumulate

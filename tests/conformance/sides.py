@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -57,6 +58,10 @@ class InSession(Loop):
 
     def flush(self, max_norm: float | None = None) -> bool:
         return bool(self.session.flush(max_norm))
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        context: AbstractContextManager[None] = self.session.no_sync()
+        return context
 
     def clip(self, max_norm: float) -> None:
         self.note("norm", self.session.clip_grad_norm_(max_norm))

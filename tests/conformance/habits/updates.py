@@ -76,6 +76,24 @@ def partial_window_clipped(run: Loop) -> None:
     run.update()
 
 
+@habit("every backward in no_sync(), step() behind it", "session")
+def step_behind_no_sync(run: Loop) -> None:
+    run.start()
+    for _ in range(3 * run.accumulate):
+        with run.no_sync():
+            run.backward()
+        run.step()
+
+
+@habit("every backward in no_sync(), flush() behind it", "session")
+def flush_behind_no_sync(run: Loop) -> None:
+    run.start(accumulate=1)
+    for _ in range(3):
+        with run.no_sync():
+            run.backward()
+        run.flush()
+
+
 @habit("accumulate: zeroed at the top of the loop", "session")
 def zeroed_at_the_top(run: Loop) -> None:
     run.start(accumulate=2)
