@@ -191,8 +191,8 @@ def test_there_and_back_all_ranks_search_at_one_update_to_the_same_bits(two: Ran
         assert equal(answer["optimizer"], expected["optimizer"])
     report = answers[0]["report"]
     assert (
-        f"searched again from update {SEEN} of this session on, as in {LASTS} updates backward and exchanges"
-        in report
+        f"searched again from update {SEEN} of this session on, as in {LASTS} updates backward and "
+        "exchanges" in report
     )
     assert "took 4.000 s instead of 1.000 s" in report
     assert "sharded kept instead of direct" in report
