@@ -86,7 +86,13 @@ def accelerate(
 
 
 def trainer(
-    strategy: Any, *, epochs: int = 3, folder: Path | None = None, resume: bool = False
+    strategy: Any,
+    *,
+    epochs: int = 3,
+    folder: Path | None = None,
+    resume: bool = False,
+    times: int = 1,
+    **settings: Any,
 ) -> Noted:
     package = importlib.import_module("accelerate")
     transformers = importlib.import_module("transformers")
@@ -108,14 +114,15 @@ def trainer(
         output_dir=str(folder or "unused"), max_steps=epochs * UPDATES, logging_steps=1,
         save_strategy="no" if folder is None or resume else "steps", save_steps=UPDATES,
         learning_rate=0.03, per_device_train_batch_size=4, gradient_accumulation_steps=2,
-        use_cpu=True, report_to=[], disable_tqdm=True,
+        use_cpu=True, report_to=[], disable_tqdm=True, **settings,
     )  # fmt: skip
-    named = {"model": Scored(), "args": arguments, "train_dataset": rows}
+    named = {"model": Scored(), "args": arguments, "train_dataset": rows, "eval_dataset": rows}
     if strategy is None:
         made = transformers.Trainer(**named)
     else:
         made = adapter("trainer").SessionTrainer(strategy=strategy, **named)
-    made.train(resume_from_checkpoint=f"{folder}/checkpoint-{UPDATES}" if resume else None)
+    for _ in range(times):
+        made.train(resume_from_checkpoint=f"{folder}/checkpoint-{UPDATES}" if resume else None)
     logged = [entry for entry in made.state.log_history if "grad_norm" in entry]
     noted = [
         torch.tensor(e[key]) for e in logged[-epochs * UPDATES :] for key in ("loss", "grad_norm")

@@ -30,6 +30,7 @@ from tests.adapters.loops import (
     lightning,
     model_of_tests,
     samples,
+    trainer,
 )
 from tests.harness.ranks import Ranks
 
@@ -303,6 +304,101 @@ def mistakes_with_fabric() -> None:
         both, model = made(strategy, **named), model_of_tests()
         with pytest.raises(UsageError, match=words):
             both.setup(model, adamw(model))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "data": ({"data": {"balance": {}}}, "data in the strategy under Accelerate, which has its own"),
+    "parallel": ({"parallel": {"tensor": 2}}, "parallel in the strategy under Accelerate"),
+    "stretch": ({"local": {"steps": 4, "stretch": True}}, r"local\.stretch under Accelerate"),
+}
+
+
+def refused(name: str) -> None:
+    strategy, words = REFUSED[name]
+    with pytest.raises(UsageError, match=words):
+        LOOPS["accelerate"](strategy)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_framework_does_by_itself_is_refused(two: Ranks, name: str) -> None:
+    two.run(refused, name)
+
+
+# What Trainer's users do.
+
+COMPILED = {"torch_compile": True, "torch_compile_backend": "eager", "times": 2}
+DGC = {"gradients": {"codec": {"kind": "dgc", "start_step": 0, "warmup_steps": 0, "ratio": 0.5}}}
+
+
+def compiled_again() -> bool:
+    ours, theirs = (trainer({}, **settings) for settings in (COMPILED, {"times": 2}))
+    return all(map(torch.equal, ours, theirs))
+
+
+def test_trainer_trains_again_what_it_has_compiled(two: Ranks) -> None:
+    assert two.run(compiled_again) == [True, True]
+
+
+def by_momentum() -> int:
+    named = {"max_grad_norm": 0.0, "optim": "sgd", "optim_args": "momentum=0.9"}
+    return len(trainer(DGC, **named))
+
+
+def test_trainer_trains_by_a_codec_with_momentum(two: Ranks) -> None:
+    assert min(two.run(by_momentum)) >= 3 * UPDATES
+
+
+def from_weights_alone(folder: Path) -> int:
+    trainer({}, folder=folder, save_only_model=True)
+    return len(trainer({}, folder=folder, resume=True))
+
+
+def test_trainer_goes_on_from_weights_alone(two: Ranks, tmp_path: Path) -> None:
+    assert min(two.run(from_weights_alone, tmp_path / "saved")) > UPDATES
+
+
+def best(folder: Path, epochs: int) -> bool:
+    """Whether Trainer ends with the best checkpoint, though a meeting is on its way."""
+    named = {"eval_strategy": "steps", "eval_steps": UPDATES, "load_best_model_at_end": True}
+    strategy = {"local": {"steps": 4, "fragments": 2, "delay": 2}}
+    found = trainer(strategy, folder=folder, epochs=epochs, **named)[-len(PARAMETERS) :]
+    files = [load_file(file) for file in folder.glob("checkpoint-*/model.safetensors")]
+    kept = [[file[f"net.{name}"] for name in PARAMETERS] for file in files]
+    return any(all(map(torch.equal, found, values)) for values in kept)
+
+
+PARAMETERS = [name for name, _ in model_of_tests().named_parameters()]
+
+
+@pytest.mark.parametrize("epochs", [2, 3])
+def test_trainer_ends_with_the_best_model_under_local(
+    two: Ranks, epochs: int, tmp_path: Path
+) -> None:
+    assert two.run(best, tmp_path / "saved", epochs) == [True, True]
+
+
+def trained_state() -> tuple[bool, bool]:
+    """Whether Accelerate's state dict has the outer parameters, of the start, as the model has not;
+    and whether it has the model's own again afterwards."""
+    package = importlib.import_module("accelerate")
+    package.state.AcceleratorState._reset_state(True)
+    package.state.GradientState._reset_state()
+    accelerator = adapter("accelerate").Accelerator(cpu=True, strategy={"local": {"steps": 100}})
+    model = model_of_tests()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    accelerator.backward(model(torch.ones(2, 8)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    own = [p.detach().clone() for p in model.parameters()]
+    state = accelerator.get_state_dict(model)
+    same = [torch.equal(state[n], p) for n, p in model_of_tests().named_parameters()]
+    kept = all(map(torch.equal, own, model.parameters()))
+    accelerator.free_memory()
+    return all(same), kept and not all(map(torch.equal, own, model_of_tests().parameters()))
+
+
+def test_accelerates_state_dict_has_the_parameters_that_evaluate_best(two: Ranks) -> None:
+    assert two.run(trained_state) == [(True, True)] * 2
 
 
 @pytest.mark.parametrize(

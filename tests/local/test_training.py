@@ -66,6 +66,26 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return SGD(model.parameters(), lr=0.1, momentum=0.5)
 
 
+def written_before_the_end(updates: int) -> bool:
+    """Whether a session leaves what was loaded before its end, though a meeting is on its way."""
+    model = build()
+    best = {name: value + 1.0 for name, value in model.state_dict().items()}
+    strategy = {"local": {"steps": 4, "fragments": 2, "delay": 2}}
+    with slipstream.accelerate(model, sgd(model), None, strategy) as session:
+        for update in range(updates):
+            session.backward(loss_of(model, session.rank, update))
+            session.step()
+            with session.evaluating():
+                loss_of(model, session.rank, update)
+        model.load_state_dict(best)
+    return all(torch.equal(value, best[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("updates", [5, 6, 7, 8])
+def test_what_is_loaded_before_the_end_stays(two: Ranks, updates: int) -> None:
+    assert two.run(written_before_the_end, updates) == [True, True]
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "every update": {"steps": 1},
     "plain": {"steps": 4},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from math import isinf
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ class Accelerator(accelerate.Accelerator):
         if trains and model not in self._to_train:
             self._to_train.append(model)
             if len(self._to_train) > 1:
-                raise several("models", "prepare()")
+                raise several("models", "prepare()", "accelerator.free_memory()")
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         return prepared
 
@@ -110,8 +111,12 @@ class Accelerator(accelerate.Accelerator):
         if prepared.optimizer not in self._to_step:
             self._to_step.append(prepared.optimizer)
             if len(self._to_step) > 1:
-                raise several("optimizers", "prepare()")
+                raise several("optimizers", "prepare()", "accelerator.free_memory()")
         return prepared
+
+    def train_prepared(self, model: nn.Module) -> None:
+        """Train a model that was prepared before the last `close`, with the optimizer to come."""
+        self._to_train.append(model)
 
     def backward(self, loss: torch.Tensor, **named: Any) -> None:
         """Compute gradients; with the last micro-batch of a window, average them over ranks."""
@@ -152,6 +157,10 @@ class Accelerator(accelerate.Accelerator):
                 "the 2-norm of all: accelerator.clip_grad_norm_(model.parameters(), max_norm)"
             )
         self.unscale_gradients()
+        codec = session.strategy.gradients.codec
+        if isinf(max_norm) and codec is not None and codec.takes_momentum:
+            # Trainer asks for the norm so, and a session refuses to clip what has momentum in it
+            return torch.nn.utils.get_total_norm([p.grad for p in given if p.grad is not None])
         return session.clip_grad_norm_(max_norm)
 
     @contextmanager
@@ -184,6 +193,14 @@ class Accelerator(accelerate.Accelerator):
             folder = super().save_state(*arguments, **named)
         self.save(state, Path(folder, SESSION_FILE))
         return folder
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Return the parameters that evaluate best: under ``local`` the outer ones."""
+        if self.session is None or self.session.strategy.local is None:
+            return super().get_state_dict(model, unwrap=unwrap)
+        with self.session.evaluating():  # which writes them in place
+            state = super().get_state_dict(model, unwrap=unwrap)
+            return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
 
     def load_state(self, *arguments: Any, **named: Any) -> None:
         """Load a checkpoint of this or of a plain Accelerator, which has no state of a session."""

@@ -71,7 +71,7 @@ class FabricStrategy(DDPStrategy):
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         if self.session is not None and not self.session.closed:
-            raise several("optimizers", "setup()")
+            raise several("optimizers", "setup()", "strategy.close()")
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         own = [m for m in self._modules if held & {id(p) for p in m.parameters()}]
         if not own:

@@ -32,6 +32,11 @@ def load_state(units: Sequence[Unit], state: Mapping[str, Any]) -> int:
     Raises:
         UsageError: the state is of another rank, of another number of ranks, or of other modules.
     """
+    if missing := sorted({"rank", "ranks", "updates", "units"} - {*state}):
+        raise UsageError(
+            f"this state lacks {', '.join(missing)}; allowed: what state_dict() of this exchange "
+            "returned on this rank"
+        )
     here, there = (dist.get_rank(), dist.get_world_size()), (state["rank"], state["ranks"])
     if here != there:
         raise UsageError(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from slipstream.errors import ModelError, UsageError
-from slipstream.session.accelerate import accelerate
+from slipstream.errors import ModelError, StrategyError, UsageError
+from slipstream.session.accelerate import accelerate, strategy_of
 from slipstream.session.session import Session
-from slipstream.strategy import Strategy
+from slipstream.strategy import DataConfig, Strategy
 
 GivenStrategy = Strategy | Mapping[str, Any] | str | Path | None
 """A strategy as ``slipstream.accelerate`` takes it."""
@@ -39,28 +40,48 @@ def open_session(
         precision: the framework's own setting, where one is at work.
 
     Raises:
-        UsageError: both accumulate gradients, or both choose a precision.
+        UsageError: both accumulate gradients, deal out data or choose a precision; or ranks would
+            not stay in step, as the framework's own collectives need.
     """
-    session = accelerate(model, optimizer, strategy=strategy)
-    twice, wanted = "", session.strategy
+    with suppress(StrategyError):  # accelerate() raises it, on all ranks alike
+        wanted = strategy_of(strategy)
+        for problem in _problems(wanted, framework, accumulation, precision):
+            raise UsageError(problem)
+    return accelerate(model, optimizer, strategy=strategy)
+
+
+def _problems(
+    wanted: Strategy, framework: str, accumulation: str, precision: str | None
+) -> Iterator[str]:
     if wanted.gradients.accumulate > 1:
-        twice = (
+        yield (
             f"gradients.accumulate {wanted.gradients.accumulate} under {framework}, which "
             f"accumulates by itself: leave it out, and set {accumulation}"
         )
-    elif wanted.precision is not None and precision is not None:
-        twice = f"precision in the strategy and {precision} of {framework}: leave one of them out"
-    if twice:
-        session.close()
-        raise UsageError(twice)
-    return session
+    if wanted.precision is not None and precision is not None:
+        yield f"precision in the strategy and {precision} of {framework}: leave one of them out"
+    if wanted.data != DataConfig():
+        yield f"data in the strategy under {framework}, which has its own loaders: leave it out"
+    if wanted.parallel.active:
+        yield (
+            f"parallel in the strategy under {framework}, whose loop runs whole models: write a "
+            "loop with slipstream.accelerate(), or leave it out"
+        )
+    if wanted.local is not None and (wanted.local.stretch or wanted.local.rendezvous):
+        name = "stretch" if wanted.local.stretch else "rendezvous"
+        yield (
+            f"local.{name} under {framework}, which keeps ranks in step, and deals out data to the "
+            "ranks of one job: write a loop with slipstream.accelerate(), or leave it out"
+        )
 
 
-def several(what: str, prepared_by: str) -> ModelError:
-    """Say that a session has one model and one optimizer."""
+def several(what: str, prepared_by: str, ended_by: str = "") -> ModelError:
+    """Say that a session has one model and one optimizer; ``ended_by``: a call that ends the one
+    before."""
+    over = f"; where an earlier training is over, end it first: {ended_by}" if ended_by else ""
     return ModelError(
         f"{prepared_by} got several {what}: a session trains one model with one optimizer; call "
-        "slipstream.accelerate() for each of them in a loop of your own"
+        f"slipstream.accelerate() for each of them in a loop of your own{over}"
     )
 
 

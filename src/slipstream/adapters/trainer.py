@@ -69,10 +69,28 @@ class SessionTrainer(transformers.Trainer):
             metrics: dict[str, float] = super().evaluate(*arguments, **named)
         return metrics
 
+    def predict(self, *arguments: Any, **named: Any) -> Any:
+        """Predict by the parameters that evaluate best."""
+        with self._evaluating():
+            return super().predict(*arguments, **named)
+
     def save_model(self, *arguments: Any, **named: Any) -> None:
         """Save the parameters that evaluate best."""
         with self._evaluating():
             super().save_model(*arguments, **named)
+
+    def _load_best_model(self) -> None:
+        """Close the session before: its last meetings are not of the model that is loaded."""
+        self.accelerator.close()
+        super()._load_best_model()
+
+    def _prepare_for_training(self, *arguments: Any, **named: Any) -> Any:
+        """Train a model again that was compiled before, for which Trainer prepares the optimizer
+        alone."""
+        if self.model is not None and self.model_wrapped is not self.model:
+            self.accelerator.train_prepared(self.model)
+        prepare: Any = super()._prepare_for_training
+        return prepare(*arguments, **named)
 
     def _evaluating(self) -> AbstractContextManager[None]:
         session = self.accelerator.session
@@ -102,7 +120,8 @@ class SessionTrainer(transformers.Trainer):
         folder, names = Path(checkpoint), {"optimizer": OPTIMIZER_NAME, "session": SESSION_FILE}
         files = {part: folder / name for part, name in names.items()}
         state = {p: torch.load(f, map_location="cpu") for p, f in files.items() if f.is_file()}
-        session.restore(state)
+        if state:  # none with save_only_model
+            session.restore(state)
         if (folder / SCHEDULER_NAME).is_file():
             assert self.lr_scheduler is not None
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME))

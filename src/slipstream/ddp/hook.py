@@ -351,6 +351,11 @@ class DdpCodec:
             UsageError: the state is another rank's, or of another number of ranks, or holds
                 parameters that this model does not have.
         """
+        if missing := sorted({"rank", "ranks", "step", "codec"} - {*state}):
+            raise UsageError(
+                f"this state lacks {', '.join(missing)}; allowed: what state_dict() of a DdpCodec "
+                "returned on this rank"
+            )
         if state["ranks"] != self._ranks.count:
             raise UsageError(
                 f"this state is of {state['ranks']} ranks, this run has {self._ranks.count}; "

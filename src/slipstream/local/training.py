@@ -84,6 +84,7 @@ class LocalTraining:
         self.updates = 0
         self._clock = 0  # of the schedule, the same on all ranks: it stops for slower ones
         self.evaluates = False
+        self._versions = self._present_versions()  # of parameters, after the last update
         self.own_state: Mapping[str, Any] | None = None
         engine.leave(not self.warms_up)
 
@@ -176,6 +177,10 @@ class LocalTraining:
         Raises:
             ExchangeError: another rank is gone.
         """
+        self._count(worked)
+        self._versions = self._present_versions()
+
+    def _count(self, worked: bool) -> None:
         self.updates += 1
         if self.warms_up:
             return
@@ -309,6 +314,7 @@ class LocalTraining:
         if self.warms_up or self.evaluates:
             yield
             return
+        versions = self._present_versions()
         with torch.no_grad():
             parameters = [*self._model.parameters()]
             kept = [p.detach().clone() for p in parameters]
@@ -318,6 +324,7 @@ class LocalTraining:
                 if meeting.done:
                     meeting.write_buffers(meeting.buffers)
         self.evaluates = True
+        as_updated = self._versions == versions
         try:
             yield
         finally:
@@ -327,6 +334,8 @@ class LocalTraining:
                     p.copy_(value)
                 for meeting, values in zip(self._meetings, buffers, strict=True):
                     meeting.write_buffers(values)
+            if as_updated:
+                self._versions = self._present_versions()
 
     # State.
 
@@ -443,6 +452,7 @@ class LocalTraining:
         for meeting, shared, mine in zip(self._meetings, state["meetings"], parts, strict=True):
             meeting.load(shared, mine)
         self._engine.leave(not self.warms_up)
+        self._versions = self._present_versions()
 
     @torch.no_grad()
     def parameters_loaded(self) -> None:
@@ -468,7 +478,8 @@ class LocalTraining:
         if self.failed or self.warms_up or not self.updates:
             return
         self.check_outside("close")
-        self._merge(lambda flight: True)
+        with self._keeping_what_was_written():
+            self._merge(lambda flight: True)
         if not self._closes_with_others():
             for meeting in self._meetings:
                 meeting.write(meeting.outer)
@@ -488,6 +499,22 @@ class LocalTraining:
                 both = torch.cat([meeting.outer.to(meeting.device), meeting.buffers])
             meeting.write(both[: len(mine)])
             meeting.write_buffers(both[len(mine) :])
+
+    @contextmanager
+    def _keeping_what_was_written(self) -> Iterator[None]:
+        """Keep parameters and buffers that the script has written since the last update, the best
+        it knows, say: a meeting on its way is not of them."""
+        if self._versions == self._present_versions():
+            yield
+            return
+        kept = [(meeting.read(), meeting.read_buffers()) for meeting in self._meetings]
+        yield
+        for meeting, (values, buffers) in zip(self._meetings, kept, strict=True):
+            meeting.write(values)
+            meeting.write_buffers(buffers)
+
+    def _present_versions(self) -> list[int]:
+        return [t.parameter._version for t in self._trained]
 
     def _closes_with_others(self) -> bool:
         """Tell the others that this rank ends; whether they do, too."""

@@ -270,7 +270,8 @@ class Session(Generic[M, O]):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients stay on this rank and add up; the next backward outside averages them.
+        """Inside, gradients stay on this rank and add up; the next backward outside averages them,
+        or else ``step()`` or ``flush()``.
 
         Raises:
             UsageError: the session is closed.
@@ -456,6 +457,7 @@ class Session(Generic[M, O]):
             True
         """
         self._must_be_open("evaluating")
+        self._loop.settle()  # an update that the script has skipped ends before, not inside
         with self._sharding.model.evaluating():
             yield
 
