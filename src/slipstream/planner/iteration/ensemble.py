@@ -14,6 +14,11 @@ A member of an ensemble is one drawing of all that is not known for certain:
 - *Computing of ``sharded``*, of which only the testbeds' CPU is known.
 
 All strategies are predicted in every member, so errors that they share cancel in a ratio.
+
+A trace is of seconds, and a machine that others use is faster or slower minutes later. By how much
+nothing in the trace tells; the network was measured in rounds, and each collective scatters with
+the same machine, and by itself. So ``drift``, the least noise of all, is added to the seconds of a
+later run.
 """
 
 from __future__ import annotations
@@ -75,6 +80,8 @@ class Ensemble:
             drawing of the trace's steps and another.
         moves: how far the fit has moved slowdowns; see `contention_fit.moved`.
         direct: whether it was those of direct sends.
+        drift: the standard deviation of the logarithm of an iteration's seconds, between one run
+            and another.
         distance: doublings of ranks and rates between the network that was measured and that of the
             predictions.
     """
@@ -85,6 +92,7 @@ class Ensemble:
     noise: float
     moves: Mapping[str, float]
     direct: bool
+    drift: float
     distance: float
 
     @classmethod
@@ -118,7 +126,8 @@ class Ensemble:
         direct = RECIPES[traced_transport(trace)].direct
         moves = moved(measured.contention(direct), fitted.contention(direct))
         noise = float(np.std(seconds))
-        traced = cls(tuple(workloads), tuple(draws), (), noise, moves, direct, 0.0)
+        drift = min(_noise(one.noise) for one in measured.networks["world"].curves.values())
+        traced = cls(tuple(workloads), tuple(draws), (), noise, moves, direct, drift, 0.0)
         plan = CommPlan.of_trace(trace, measured.codecs)
 
         def replayed(drawn: Workload, network: NetworkProfile) -> float:

@@ -248,9 +248,10 @@ class _Situation:
         pairs = zip(seconds, self.of_base, strict=True)
         ratios = [log(one / accumulate / base) for one, base in pairs]
         model = self._model_error(strategy)
-        noise, corrected = 0.0, [log(one) for one in seconds]
+        noise, drift, corrected = 0.0, 0.0, [log(one) for one in seconds]
         if self.ensemble is not None:
-            noise, offsets = self.ensemble.noise, (0.0, *self.ensemble.offsets)
+            noise, drift = self.ensemble.noise, self.ensemble.drift
+            offsets = (0.0, *self.ensemble.offsets)
             corrected = [one - off for one, off in zip(corrected, offsets, strict=True)]
         computed = workload.computed(plan.half, network.half_speed)
         return Prediction(
@@ -261,7 +262,7 @@ class _Situation:
             memory_bytes=_memory(strategy, computed),
             segments=len(plan_segments(workload.gradients, strategy.gradients.split)),
             exactness=exactness(strategy, self.base),
-            interval=_interval(corrected, model, noise, REPLAY),
+            interval=_interval(corrected, model, noise, drift, REPLAY),
             ratio=exp(ratios[0]),
             ratio_interval=_interval(ratios, model, 0.0 if strategy == self.base else noise),
         )
