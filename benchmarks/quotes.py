@@ -535,6 +535,25 @@ def _typed(*lines: str) -> str:
     return "\n".join(["```", *lines, "```"])
 
 
+def shared_cores(every: Results) -> str:
+    """How often intervals hold where ranks share cores, and what is recommended there."""
+    if "shared-cores" not in every:
+        return "not measured yet"
+    found = every["shared-cores"]
+    tried, others, slower = (
+        found[name] for name in ("recommendations", "recommended_others", "slower")
+    )
+    held = (found[name] for name in ("seconds_held", "ratios_held"))
+    seconds, ratios = (f"{part:.0%}{'' if 0.75 <= part <= 0.9 else ', missed'}" for part in held)
+    return (
+        f"{seconds} of the seconds and {ratios} of the ratios lie in their interval (bar: 75 to "
+        f"90 %). In {tried} rounds {others} times another strategy than the baseline was "
+        f"recommended, and {slower} times it measured slower beyond the noise (bar: never). "
+        f"Predicted seconds are {found['error']:.0%} off in the median, as the machine drifts, "
+        f"ratios {found['ratio_error']:.0%} ([every row]({PAGE}#shared-cores-{found['date']}))"
+    )
+
+
 def time_to_loss(every: Results) -> str:
     """The bars of predicted times to a loss, and what they reach."""
     if "time-to-loss" not in every:
@@ -577,7 +596,7 @@ QUOTES: Mapping[str, Callable[[Results], str]] = {
         operators_within, prediction_errors, replay_errors, prediction_orders, advice_kept,
         scale_out_errors, scale_out_late, scale_out_slow, scale_out_large, scale_out_example,
         auto_choices, lost_hosts_commands, lost_hosts_session, lost_hosts_bits,
-        time_to_loss,
+        time_to_loss, shared_cores,
     )
 } | {f"tutorial-{step}": partial(tutorial_step, step) for step in TUTORIAL}  # fmt: skip
 """By name: ``sharded_gain`` is ``<!-- quote: sharded-gain -->``."""

@@ -8,6 +8,9 @@ record STEPS iterations of the default, and predict every exact strategy from th
 STRATEGIES, the one that was predicted first and the one that is recommended take turns,
 BLOCKS blocks of ITERATIONS iterations each, forth and back.
 
+What was measured is kept apart from what is predicted: `--folder` keeps it, and predicts anew what
+lies there.
+
 *Seconds held*: the interval of 80 % holds the median over blocks. *Ratio held*: likewise of the
 ratio, the median over blocks of a strategy's seconds over the default's in the same block.
 *Slower*: the strategy that `plan -o` would write is slower than the default in this round, by the
@@ -44,6 +47,7 @@ from slipstream.calibration.calibrate import SIZES, calibrate
 from slipstream.cluster.connect import Cluster, connect, from_environ
 from slipstream.planner.forecast import Forecast
 from slipstream.planner.iteration.transport_cost import curves_of
+from slipstream.planner.network.profile import NetworkProfile
 from slipstream.planner.search.label import label
 from slipstream.planner.search.ranking import Prediction
 from slipstream.strategy import Strategy
@@ -66,7 +70,8 @@ STRATEGIES: Mapping[str, Mapping[str, object]] = {
     "sharded, a third replicated": {"transport": {"kind": "sharded", "replicated": 1 / 3}},
 }
 BASELINE = "default"
-ROWS = "rows.json"
+MEASURED, TRACE, NETWORK = "measured.json", "trace.json", "network.yaml"
+"""Of a set-up, and of each of its rounds."""
 
 Make = Callable[[], tuple[nn.Module, Loss]]
 
@@ -78,6 +83,17 @@ class SetUp:
     make: Make
     ranks: int = 2
     rate: str | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One strategy in one round; ``ratios`` are the 95 % interval of the ratio."""
+
+    round: int
+    strategy: Mapping[str, Any]
+    seconds: float
+    ratio: float
+    ratios: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -157,24 +173,24 @@ SET_UPS: Mapping[str, SetUp] = {
 
 @joined_ranks()
 def train(name: str, rounds: int, folder: Path) -> None:
-    """What each rank does: a file of rows into ``folder``."""
+    """What each rank does: a file of what it measured into ``folder``."""
     torch.manual_seed(dist.get_rank())
     model, loss_of = SET_UPS[name].make()
     ranks = connect(from_environ(), torch.device("cpu"))
     block(model, loss_of, Strategy(), WARM_UP + ITERATIONS)
-    rows: list[Row] = []
+    found: list[Measured] = []
     console = Console(stderr=True, quiet=dist.get_rank() != 0)
     for number in track(range(rounds), name, console=console):
-        found = one_round(model, loss_of, ranks, folder / str(number))
-        rows += [Row(name, number, *values) for values in found]
+        found += one_round(model, loss_of, ranks, folder, number)
     if dist.get_rank() == 0:
-        (folder / ROWS).write_text(json.dumps([asdict(row) for row in rows]))
+        (folder / MEASURED).write_text(json.dumps([asdict(one) for one in found]))
 
 
 def one_round(
-    model: nn.Module, loss_of: Loss, ranks: Cluster, folder: Path
-) -> list[tuple[Any, ...]]:
-    """What `Row` holds besides the set-up and the round; on rank 0."""
+    model: nn.Module, loss_of: Loss, ranks: Cluster, place: Path, number: int
+) -> list[Measured]:
+    """Record, predict, and measure what is predicted."""
+    folder = place / str(number)
     network = calibrate(
         ranks,
         sizes=SIZES[::2],
@@ -187,42 +203,61 @@ def one_round(
     for _ in range(SKIP + STEPS):
         iterate()
     session.close()
-    said: tuple[list[Prediction], Prediction] | None = None
+    said: list[Strategy] | None = None
     if dist.get_rank() == 0:
-        network.save(folder / "network.json")
-        forecast = Forecast.of(chrome.read(folder / "trace.json"), network)
-        exact = forecast.exact()
+        network.save(folder / NETWORK)
+        first, best, _ = predictions_of(folder)
         fixed = [Strategy.load({"gradients": dict(one)}) for one in STRATEGIES.values()]
-        named = [one for one in forecast.rank(fixed) if one.strategy != exact[0].strategy]
-        best = forecast.recommended(exact)
-        chosen = {p.strategy: p for p in (exact[0], best, *named)}
-        said = list(chosen.values()), best
+        said = [*dict.fromkeys([first.strategy, best.strategy, *fixed])]
     assert ranks.world is not None
-    agreed = broadcast_from_first(said, ranks.world)
-    assert agreed is not None
-    predictions, best = agreed
-    seconds: list[list[float]] = [[] for _ in predictions]
-    order = list(range(len(predictions)))
+    strategies = broadcast_from_first(said, ranks.world)
+    assert strategies is not None
+    seconds: dict[Strategy, list[float]] = {one: [] for one in strategies}
     for turn in range(BLOCKS):
-        for place in order[::-1] if turn % 2 else order:
-            strategy = predictions[place].strategy
-            seconds[place].append(block(model, loss_of, strategy, ITERATIONS))
-    names = {Strategy.load({"gradients": dict(s)}): name for name, s in STRATEGIES.items()}
-    shown = [names.get(one.strategy, label(one.strategy)) for one in predictions]
-    baseline = seconds[shown.index(BASELINE)]
-    found: list[tuple[Any, ...]] = []
-    for place, one in enumerate(predictions):
-        ratios = [mine / its for mine, its in zip(seconds[place], baseline, strict=True)]
+        for strategy in strategies[::-1] if turn % 2 else strategies:
+            seconds[strategy].append(block(model, loss_of, strategy, ITERATIONS))
+    baseline = seconds[Strategy()]
+    found = []
+    for strategy, own in seconds.items():
+        ratios = [mine / its for mine, its in zip(own, baseline, strict=True)]
         between = median_interval(ratios)
         assert between is not None, "six blocks tell an interval"
-        found.append(
-            (
-                *(shown[place], one.seconds, one.interval, median(seconds[place])),
-                *(one.ratio, one.ratio_interval, median(ratios), between),
-                *(place == 0, one.strategy == best.strategy),
-            )
-        )
+        document = strategy.document()
+        found.append(Measured(number, document, median(own), median(ratios), between))
     return found
+
+
+def predictions_of(folder: Path) -> tuple[Prediction, Prediction, Forecast]:
+    """The first of the exact strategies by the trace and the network of a round, and the one that
+    is recommended."""
+    forecast = Forecast.of(chrome.read(folder / TRACE), NetworkProfile.load(folder / NETWORK))
+    exact = forecast.exact()
+    return exact[0], forecast.recommended(exact), forecast
+
+
+def compared(name: str, place: Path) -> list[Row]:
+    """Predict a set-up's rounds, and put what was measured beside it.
+
+    Raises:
+        SystemExit: what is recommended now was not measured.
+    """
+    names = {Strategy.load({"gradients": dict(s)}): name for name, s in STRATEGIES.items()}
+    measured = [Measured(**one) for one in json.loads((place / MEASURED).read_text())]
+    rows = []
+    for number in sorted({one.round for one in measured}):
+        own = {Strategy.load(dict(m.strategy)): m for m in measured if m.round == number}
+        first, best, forecast = predictions_of(place / str(number))
+        if best.strategy not in own:
+            raise SystemExit(f"{place}: {label(best.strategy)} was not measured; measure again")
+        for one in forecast.rank(own):
+            strategy, found = one.strategy, own[one.strategy]
+            row = Row(
+                *(name, number, names.get(strategy, label(strategy)), one.seconds, one.interval),
+                *(found.seconds, one.ratio, one.ratio_interval, found.ratio, found.ratios),
+                *(strategy == first.strategy, strategy == best.strategy),
+            )
+            rows.append(row)
+    return rows
 
 
 def block(model: nn.Module, loss_of: Loss, strategy: Strategy, iterations: int) -> float:
@@ -270,7 +305,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--setups", nargs="+", choices=SET_UPS, default=[*SET_UPS])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--folder", help="keep rows here; set-ups whose rows lie there are done")
+    parser.add_argument("--folder", help="keep what is measured here; what lies there is used")
     parser.add_argument("--json", help="also write the figures to this file")
     parser.add_argument("--rank-of", nargs=2, metavar=("SETUP", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -282,9 +317,9 @@ def main() -> None:
         for name in args.setups:
             place = Path(args.folder or temporary, name.replace("/", " ")).resolve()
             place.mkdir(parents=True, exist_ok=True)
-            if not (place / ROWS).is_file():
+            if not (place / MEASURED).is_file():
                 measure(SET_UPS[name], ["--rank-of", name, str(place), f"--rounds={args.rounds}"])
-            rows += [Row(**row) for row in json.loads((place / ROWS).read_text())]
+            rows += compared(name, place)
     found = {**verdict(rows), "rounds": args.rounds, "cores": len(os.sched_getaffinity(0))}
     finish(args.json, "shared_cores", {**found, "rows": [asdict(row) for row in rows]})
 
