@@ -291,7 +291,9 @@ class Forecast:
             network = self.measured.scaled(ranks // each, each, rate)
             return Placement(self.workload.for_ranks(ranks), fabric_profile(network, fabric))
 
-        return grow(place, numbers, self.base, fabric, lossy=lossy)
+        most = place(max(numbers)).network
+        notes = tuple(filter(None, (most.extrapolated, *most.doubts)))
+        return replace(grow(place, numbers, self.base, fabric, lossy=lossy), notes=notes)
 
     @cached_property
     def _ensemble(self) -> Ensemble:

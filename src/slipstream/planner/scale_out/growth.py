@@ -84,7 +84,7 @@ class Growth:
     Attributes:
         base: the technique that others are compared with.
         points: of all techniques that each number of ranks allows.
-        notes: of the network on most ranks: how it was extrapolated, and what is doubtful in it.
+        notes: how the network on most ranks was extrapolated, and what is doubtful in it.
     """
 
     base: str
@@ -154,11 +154,9 @@ def grow(
     """
     points: list[GrowthPoint] = []
     unit = 0.0
-    notes: tuple[str, ...] = ()
     for ranks in sorted(numbers):
         here = place(ranks)
         network = here.network
-        notes = (network.extrapolated, *network.doubts)
         for name, variants in techniques(base, here, lossy=lossy).items():
             work = _slowed(here.workload, slowest(ranks, fabric, _apart(variants[0])))
             timed = [(seconds_of(one, work, network), one) for one in variants]
@@ -171,7 +169,7 @@ def grow(
             points.append(GrowthPoint(ranks, name, best, seconds, speed / unit, hours, exact))
     others = {point.technique for point in points if point.strategy != base}
     kept = (point for point in points if point.technique in {label(base), *others})
-    return Growth(label(base), tuple(kept), tuple(filter(None, notes)))
+    return Growth(label(base), tuple(kept))
 
 
 def techniques(
