@@ -308,8 +308,8 @@ def mistakes_with_fabric() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "data": ({"data": {"balance": {}}}, "data in the strategy under Accelerate, which has its own"),
-    "parallel": ({"parallel": {"tensor": 2}}, "parallel in the strategy under Accelerate"),
-    "stretch": ({"local": {"steps": 4, "stretch": True}}, r"local\.stretch under Accelerate"),
+    "parallel": ({"parallel": {"tensor": {"ranks": 2}}}, "parallel in the strategy under Accelerate"),
+    "stretch": ({"local": {"steps": 4, "stretch": 2}}, r"local\.stretch under Accelerate"),
 }
 
 
@@ -327,7 +327,7 @@ def test_what_a_framework_does_by_itself_is_refused(two: Ranks, name: str) -> No
 # What Trainer's users do.
 
 COMPILED = {"torch_compile": True, "torch_compile_backend": "eager", "times": 2}
-DGC = {"gradients": {"codec": {"kind": "dgc", "start_step": 0, "warmup_steps": 0, "ratio": 0.5}}}
+DGC = {"gradients": {"codec": {"kind": "dgc", "start_step": 0, "warmup_steps": 0, "density": 0.5}}}
 
 
 def compiled_again() -> bool:
