@@ -222,10 +222,13 @@ def refused() -> None:
     with pytest.raises(ModelError, match="dgc with AdamW"):
         DdpCodec(ddp, "dgc", optimizer=torch.optim.AdamW(ddp.parameters()))
     hook = DdpCodec(ddp, "int8")
+    state = hook.state_dict()
     with pytest.raises(UsageError, match="state is of rank 9"):
-        hook.load_state_dict({"rank": 9, "ranks": 4})
+        hook.load_state_dict({**state, "rank": 9})
     with pytest.raises(UsageError, match="state is of 9 ranks, this run has 4"):
-        hook.load_state_dict({"rank": dist.get_rank(), "ranks": 9})
+        hook.load_state_dict({**state, "ranks": 9})
+    with pytest.raises(UsageError, match="state lacks codec, rank, ranks, step; allowed"):
+        hook.load_state_dict({"hook": state})
     hook.close()
     sgd = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     hook = DdpCodec(ddp, "dgc", optimizer=sgd)
