@@ -308,7 +308,10 @@ def mistakes_with_fabric() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "data": ({"data": {"balance": {}}}, "data in the strategy under Accelerate, which has its own"),
-    "parallel": ({"parallel": {"tensor": {"ranks": 2}}}, "parallel in the strategy under Accelerate"),
+    "parallel": (
+        {"parallel": {"tensor": {"ranks": 2}}},
+        "parallel in the strategy under Accelerate",
+    ),
     "stretch": ({"local": {"steps": 4, "stretch": 2}}, r"local\.stretch under Accelerate"),
 }
 

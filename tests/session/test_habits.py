@@ -196,6 +196,24 @@ def clip_in_no_sync(session: Any, optimizer: Any, batch: torch.Tensor) -> None:
         session.clip_grad_norm_(1.0)
 
 
+def behind_no_sync(session: Any, batch: torch.Tensor) -> None:
+    """The last pass of a window leaves its gradients on this rank."""
+    session.backward(loss_of(session.model, batch))
+    session.step()
+    with session.no_sync():
+        session.backward(loss_of(session.model, batch))
+
+
+def step_behind_no_sync(session: Any, optimizer: Any, batch: torch.Tensor) -> None:
+    behind_no_sync(session, batch)
+    optimizer.step()
+
+
+def clip_behind_no_sync(session: Any, optimizer: Any, batch: torch.Tensor) -> None:
+    behind_no_sync(session, batch)
+    session.clip_grad_norm_(1.0)
+
+
 def clip_sums_by_torch(session: Any, optimizer: Any, batch: torch.Tensor) -> None:
     for _ in range(2):
         session.backward(loss_of(session.model, batch))
@@ -225,6 +243,11 @@ REFUSED: dict[str, tuple[Callable[..., None], list[str]]] = {
     "both verbs": (by_hand_first, ["step() without a backward()", "leave one of the two out"]),
     "clip in a window": (clip_in_a_window, ["clip_grad_norm_() inside an", "sync_gradients"]),
     "clip in no_sync": (clip_in_no_sync, ["clip_grad_norm_() inside no_sync()"]),
+    "step behind no_sync": (
+        step_behind_no_sync,
+        ["optimizer.step() inside a window whose last backward() was in no_sync()"],
+    ),
+    "clip behind no_sync": (clip_behind_no_sync, ["last backward() was in no_sync()"]),
     "torch clips in a window": (clip_sums_by_torch, ["0.weight was changed inside", "ends the"]),
     "no zero_grad()": (gradients_kept, ["still there", "optimizer.zero_grad()"]),
     "closure": (with_closure, ["optimizer.step(closure)", "without a closure"]),
