@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 import slipstream
 from slipstream.checkpoint import Checkpoints, read
@@ -58,10 +60,10 @@ def saved_by(folder: str, strategy: Any) -> Any:
         return start, session.checkpoint("model", "optimizer"), session.updates
 
 
-def opened(strategy: Any) -> slipstream.Session[Net, torch.optim.AdamW]:
+def opened(strategy: Any, loader: Any = None) -> slipstream.Session[Net, torch.optim.AdamW]:
     torch.manual_seed(3)
     model = Net().eval()
-    return slipstream.accelerate(model, torch.optim.AdamW(model.parameters()), None, strategy)
+    return slipstream.accelerate(model, torch.optim.AdamW(model.parameters()), loader, strategy)
 
 
 def words(update: int) -> torch.Tensor:
@@ -122,6 +124,40 @@ def test_also_states_and_random_numbers_are_kept_and_read_as_data(tmp_path: Path
         counter.state_dict = lambda: {"epochs": counter}  # type: ignore[method-assign,dict-item]
         with pytest.raises(UsageError, match=r"\['another'\]\['epochs'\].*Counter.* is no data"):
             saved.save(session)
+
+
+def seen(batches: Iterable[torch.Tensor]) -> list[list[int]]:
+    return [batch.tolist() for batch in batches]
+
+
+def test_the_order_of_a_sampler_within_that_of_batches_is_drawn_again(tmp_path: Path) -> None:
+    def loader(seed: int) -> DataLoader[int]:
+        rows: Any = range(12)
+        order = RandomSampler(rows, generator=torch.Generator().manual_seed(seed))
+        return DataLoader(rows, batch_sampler=BatchSampler(order, 2, drop_last=False))
+
+    with opened({}, loader(5)) as session:
+        saved, passed = Checkpoints(tmp_path), iter(session.loader)
+        seen(islice(passed, 2))
+        saved.save(session, wait=True)
+        rest = seen(passed)
+    with opened({}, loader(6)) as session:
+        Checkpoints(tmp_path).restore(session)
+        assert seen(session.loader) == rest
+
+
+def test_a_pass_that_is_over_is_not_drawn_again_whoever_has_its_iterator(tmp_path: Path) -> None:
+    rows: Any = range(12)
+    with opened({}, DataLoader(rows, batch_size=2, shuffle=True)) as session:
+        saved, passed = Checkpoints(tmp_path), iter(session.loader)
+        first = seen(passed)
+        saved.save(session, wait=True)
+        second = seen(session.loader)
+        assert first != second
+        assert next(passed, None) is None
+    with opened({}, DataLoader(rows, batch_size=2, shuffle=True)) as session:
+        Checkpoints(tmp_path).restore(session)
+        assert seen(session.loader) == second
 
 
 def test_a_folder_of_another_run_is_not_written(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import pickle
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,33 @@ def test_in_memory_the_last_one_removes_it(memory: Path) -> None:
     assert len([*root.iterdir()]) == 1
     second.close()
     assert not root.exists()
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+@pytest.mark.parametrize("take", [copy.deepcopy, lambda kept: pickle.loads(pickle.dumps(kept))])
+def test_a_copy_is_a_user_of_its_own_from_its_first_read(
+    memory: Path, take: Callable[[Any], Any], is_read: bool
+) -> None:
+    kept = cached(Rows(5), CacheConfig(gigabytes=0.01))
+    other, forgotten = take(kept), take(kept)
+    if is_read:
+        assert_equal(other[3], Rows(5)[3])
+        assert_equal(forgotten[3], Rows(5)[3])
+    del forgotten
+    kept.close()
+    assert is_read == bool([*memory.iterdir()])
+    other.close()
+    assert not [*memory.iterdir()]
+    assert_equal(other[3], Rows(5)[3])
+
+
+def test_a_shallow_copy_is_closed_with_it(memory: Path) -> None:
+    kept = cached(Rows(5), CacheConfig(gigabytes=0.01))
+    other = copy.copy(kept)
+    assert_equal(other[3], kept[3])
+    kept.close()
+    assert not [*memory.iterdir()]
+    assert_equal(other[3], Rows(5)[3])
 
 
 @pytest.mark.process

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
-from slipstream.data.cache import cached
+from slipstream.data.cache import cached, cached_loader
+from slipstream.data.prefetch import prefetch
 from slipstream.errors import DataError
-from slipstream.strategy import CacheConfig
+from slipstream.strategy import CacheConfig, PrefetchConfig
 from tests.data.datasets import Scale, Scaled
 
 pytest.importorskip("lmdb")
@@ -68,3 +71,18 @@ def test_a_sample_that_is_changed_in_place_is_kept_as_it_was(tmp_path: Path) -> 
         assert float(sample) == 3
         sample.zero_()
     kept.close()
+
+
+def test_it_is_refused_where_prefetch_reads_in_this_process(tmp_path: Path) -> None:
+    """From a copy of the dataset, which later workers share no files with."""
+    data = Scaled(6)
+    config = CacheConfig(folder=str(tmp_path), gigabytes=0.01)
+    loader, kept = cached_loader(DataLoader(data, batch_size=2), config)
+    ahead = prefetch(loader, PrefetchConfig())
+    assert torch.equal(torch.cat([*ahead]), data.values)
+    another(data)
+    with pytest.raises(DataError, match=r"Scaled was changed after sample . was kept"):
+        list(ahead)
+    kept.close()
+    assert torch.equal(torch.cat([*ahead]), 2 * data.values)
+    ahead.close()

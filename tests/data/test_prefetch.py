@@ -387,6 +387,25 @@ def test_what_reads_is_judged_once_and_in_the_course_of_an_epoch(seconds: float)
     loader.close()
 
 
+def test_what_a_resumed_run_skips_is_not_measured() -> None:
+    def opened() -> Any:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        strategy = {"data": {"prefetch": {"threads": True}}}
+        return slipstream.accelerate(model, optimizer, DataLoader(Numbers(40)), strategy)
+
+    with opened() as session:
+        passed = iter(session.loader)
+        assert [int(next(passed)) for _ in range(30)] == [*range(30)]
+        saved = session.state_dict()
+    with opened() as session:
+        session.load_state_dict(saved)
+        passed = iter(session.loader)
+        assert int(next(passed)) == 30
+        assert "measuring" in session.report()
+        assert [*map(int, passed)] == [*range(31, 40)]
+
+
 class Prepared(Numbers):
     """Its samples tell which worker was prepared to read them."""
 

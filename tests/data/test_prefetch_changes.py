@@ -4,14 +4,16 @@ own workers."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
+from slipstream.data.cache import cached
 from slipstream.data.prefetch import prefetch
-from slipstream.strategy import PrefetchConfig
+from slipstream.strategy import CacheConfig, PrefetchConfig
 from tests.data.datasets import Scale, Scaled, generator
 
 pytestmark = pytest.mark.process
@@ -95,8 +97,11 @@ def test_what_is_set_on_a_stream_is_read() -> None:
     ahead.close()
 
 
-def test_workers_stay_where_nothing_was_set() -> None:
-    data = Scaled()
+@pytest.mark.parametrize("keeps", [False, True], ids=["read", "cached"])
+def test_workers_stay_where_nothing_was_set(keeps: bool, tmp_path: Path) -> None:
+    data: Any = Scaled()
+    if keeps:
+        data = cached(data, CacheConfig(folder=str(tmp_path), gigabytes=0.01))
     ahead = prefetch(DataLoader(data, batch_size=2), PrefetchConfig(threads=True, workers=1))
     for _ in range(2):
         list(ahead)
@@ -104,3 +109,5 @@ def test_workers_stay_where_nothing_was_set() -> None:
     list(ahead)
     assert ahead._reader._source is source  # type: ignore[union-attr]
     ahead.close()
+    if keeps:
+        data.close()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.optim import Optimizer
 
 import slipstream
@@ -68,5 +69,15 @@ def test_a_training_goes_on_as_before(name: str) -> None:
 
 def test_a_model_without_convolutions() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(ModelError, match="Linear has no 2d convolution"):
+    with pytest.raises(ModelError, match="Linear has no 2d convolution; leave out"):
         ChannelsLast(model, torch.optim.SGD(model.parameters()))
+
+
+def test_weights_that_a_parametrization_computes_do_not_count() -> None:
+    computed = weight_norm(nn.Conv2d(2, 2, 3))
+    with pytest.raises(ModelError, match="has no 2d convolution with a weight of its own"):
+        ChannelsLast(computed, torch.optim.SGD(computed.parameters()))
+    both = nn.Sequential(computed, nn.Conv2d(2, 2, 3))
+    changed = ChannelsLast(both, torch.optim.SGD(both.parameters()))
+    assert changed.report_rows()[0].value == "1 convolutions"
+    changed.close()

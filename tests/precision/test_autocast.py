@@ -105,6 +105,16 @@ def test_it_is_torchs_autocast_bit_for_bit(dtype: HalfType) -> None:
     casts.close()
 
 
+def test_a_model_may_be_moved_afterwards() -> None:
+    net = Net().to("meta")
+    casts = autocast(net, half_ops=["softmax"], float_ops=["gelu"], float_modules=["block.down"])
+    net.to_empty(device="cpu")
+    assert net(X)["hidden"].dtype == FULL
+    kinds = {"up": HALF, "gelu": FULL, "softmax": HALF, "down": FULL}
+    assert net.seen == {name: [kind] for name, kind in kinds.items()}
+    casts.close()
+
+
 def test_a_forward_that_is_left_leaves_autocast() -> None:
     net = Net()
     casts = autocast(net, half_ops=["softmax"], float_modules=["block.up"])

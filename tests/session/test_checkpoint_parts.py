@@ -9,17 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 import slipstream
 from slipstream.errors import UsageError
 from tests.harness.ranks import Ranks
 
 
-def opened(loader: Any = None) -> Any:
+def opened(loader: Any = None, strategy: Any = None) -> Any:
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return slipstream.accelerate(model, optimizer, loader)
+    return slipstream.accelerate(model, optimizer, loader, strategy)
 
 
 def test_parts_are_asked_for_and_restored_one_by_one() -> None:
@@ -66,6 +67,18 @@ class Stateful(list[int]):
         self.at = state["at"]
 
 
+class Texts(list[str]):
+    """Samples that say how long they are."""
+
+    @property
+    def lengths(self) -> list[int]:
+        return [*map(len, self)]
+
+    def loader(self) -> DataLoader[str]:
+        dataset: Any = self
+        return DataLoader(dataset, batch_size=2)
+
+
 @pytest.mark.parametrize("kind", [list, Stateful])
 def test_a_pass_goes_on_where_it_was(kind: Any) -> None:
     with opened(kind(range(7))) as session:
@@ -75,6 +88,26 @@ def test_a_pass_goes_on_where_it_was(kind: Any) -> None:
     with opened(kind(range(7))) as session:
         session.restore(saved)
         assert [*before, *session.loader] == [*range(7)]
+
+
+@pytest.mark.parametrize("saved_by", ["stateful", "balanced", "plain"])
+def test_a_place_that_this_run_cannot_go_to_is_a_warning(saved_by: str) -> None:
+    """So is none that is the begin of an epoch."""
+    balanced = {"data": {"balance": {}}}
+    with opened(Texts("abcdef").loader(), balanced if saved_by == "balanced" else None) as session:
+        first = session.checkpoint()
+        next(passed := iter(session.loader))
+        saved = session.checkpoint()
+        del passed
+    if saved_by == "stateful":
+        saved["session"]["data"] = {"own": {"at": 2}}
+    other = balanced if saved_by == "plain" else None
+    with opened(Texts("abcdef").loader(), other) as session:
+        with pytest.warns(UserWarning, match="place in the data .* so the epoch begins anew"):
+            session.restore(saved)
+        if saved_by != "stateful":
+            session.restore(first)
+        assert [*session.loader] == [["a", "b"], ["c", "d"], ["e", "f"]]
 
 
 def test_a_pass_that_is_over_or_was_left_is_not_gone_on_with() -> None:

@@ -18,8 +18,10 @@ RandomStates = list[torch.Tensor]
 
 def _generators(loader: object) -> list[torch.Generator]:
     found = [torch.default_generator]
-    sampler = getattr(loader, "sampler", None)
-    for owner in (loader, sampler, getattr(loader, "batch_sampler", None)):
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers = getattr(loader, "sampler", None), batch_sampler
+    # beside a batch_sampler of the user's, torch gives the loader a sampler that draws nothing
+    for owner in (loader, *samplers, getattr(batch_sampler, "sampler", None)):
         generator = getattr(owner, "generator", None)
         if isinstance(generator, torch.Generator) and all(generator is not g for g in found):
             found.append(generator)

@@ -6,7 +6,7 @@ two epochs (another transform, a probability in it) would reach neither.
 
 from __future__ import annotations
 
-from types import FunctionType, ModuleType
+from types import FunctionType, GenericAlias, ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ FEW = 64
 """Elements of a container up to which they are looked at."""
 MOST = 4096
 """Values that are looked at, in all."""
-_OPAQUE = (type, ModuleType, FunctionType)
+_OPAQUE = (type, GenericAlias, ModuleType, FunctionType)
 _PLAIN = (int, float, complex, str, bytes, type(None))
 
 DatasetStamp = list[Any]
@@ -44,8 +44,13 @@ def stamp_of(dataset: Any) -> DatasetStamp:
 
 
 def attributes_of(dataset: Any) -> DatasetStamp:
-    """Stamp what is set on a dataset itself: cheap enough for every sample."""
-    return [*getattr(dataset, "__dict__", {}).values()]
+    """Stamp what is set on a dataset itself: cheap enough for every sample.
+
+    A class that notes things as it is read names the attributes that count, in ``STAMPED``.
+    """
+    own = getattr(dataset, "__dict__", {})
+    counting = getattr(type(dataset), "STAMPED", None)
+    return [*own.values()] if counting is None else [own.get(name) for name in counting]
 
 
 def same(one: DatasetStamp, other: DatasetStamp) -> bool:
@@ -71,6 +76,5 @@ def _look(value: Any, depth: int, stamp: DatasetStamp) -> None:
         stamp.append(len(value))
         if len(value) <= FEW:
             inner = [*value.values()] if isinstance(value, dict) else [*value]
-    inner += getattr(value, "__dict__", {}).values()
-    for one in inner:
+    for one in inner + attributes_of(value):
         _look(one, depth - 1, stamp)

@@ -60,6 +60,7 @@ class UnevenInputLoader:
         recorder: gets a span for every wait for a batch.
         on_start: called when an epoch starts.
         reading: what such a span says of those who read.
+        skipping: entered while batches are dropped that a run before this one has used.
         explaining: turns an exchange that failed inside into an error that says why.
 
     Attributes:
@@ -82,10 +83,11 @@ class UnevenInputLoader:
         recorder: Recorder | None = None,
         on_start: Callable[[], None] | None = None,
         reading: Callable[[], Mapping[str, int]] = dict,
+        skipping: Callable[[], AbstractContextManager[object]] = nullcontext,
         explaining: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._followed = loader if isinstance(loader, UnevenInputLoader) else None
-        self._loader, self._reading = loader, reading
+        self._loader, self._reading, self._skipping = loader, reading, skipping
         self._group = group if self._followed is None else None
         self._recorder, self._on_start, self._explaining = recorder, on_start, explaining
         self._ranks = dist.get_world_size(group) if group is not None else 1
@@ -100,11 +102,12 @@ class UnevenInputLoader:
 
     @property
     def drawn_with(self) -> pass_random.RandomStates | None:
-        """The random states with which the present pass began, of this rank; None: no pass."""
+        """The random states with which the present pass began, of this rank; None: there is none,
+        or it is over."""
         if self._followed is not None:
             return self._followed.drawn_with
-        there = self._pass is not None and self._pass() is not None
-        return self._drawn_with if there else None
+        present = self._pass() if self._pass is not None else None
+        return None if present is None or present.is_over else self._drawn_with
 
     def draw_with(self, states: pass_random.RandomStates) -> None:
         """Let the next pass draw its order as one that began so, which it goes on with."""
@@ -123,17 +126,24 @@ class UnevenInputLoader:
         present = self._pass() if self._pass is not None else None
         return {"batches": 0 if present is None else present.steps, "ranks": self._ranks}
 
-    def go_to(self, position: Mapping[str, Any]) -> None:
+    def go_to(self, position: Mapping[str, Any]) -> bool:
         """Let the next pass begin where the one of ``position`` was.
 
-        On another number of ranks it skips as many samples, if batches are as large.
+        On another number of ranks it skips as many samples, if batches are as large. Their order
+        is what the loader draws; `draw_with` lets it draw that of before.
+
+        Returns:
+            Whether it can; else nothing changes.
         """
         if self._followed is not None:
-            self._followed.go_to(position)
-        elif "batches" in position:
+            return self._followed.go_to(position)
+        if "batches" in position:
             self._skip = position["batches"] * position["ranks"] // self._ranks
         elif "own" in position and self._keeps_place(self._loader):
             self._loader.load_state_dict(position["own"])
+        else:
+            return False
+        return True
 
     @staticmethod
     def _keeps_place(loader: object) -> TypeGuard[StatefulLoader]:
@@ -204,7 +214,8 @@ class UnevenInputLoader:
             self._drawn_with = pass_random.states(self._loader)
         with pass_random.drawn_with(self._loader, self._drawn_with, again=self._draws_again):
             batches = iter(self._loader)
-            begun.skip(batches, self._skip)
+            with self._skipping():
+                begun.skip(batches, self._skip)
         self._draws_again = False
         self._pass, self._skip = ref(begun), 0
         if self._group is None:
@@ -221,6 +232,7 @@ class _Pass(Iterator[Any]):
 
     Attributes:
         steps: batches so far, dummy batches and skipped ones included; 0 once it is over.
+        is_over: whether it gives no more batches.
     """
 
     def __init__(self, loader: UnevenInputLoader) -> None:
@@ -230,7 +242,7 @@ class _Pass(Iterator[Any]):
         self._length: int | None = None
         self._following: Any = _NOT_READ  # kept where the agreement is interrupted
         self._last: Any = _END
-        self._given, self._is_over = 0, False
+        self._given, self.is_over = 0, False
         self.steps = 0
         self._error = ""  # the last one, in words: it would hold what raised it
         self._errors = 0
@@ -239,7 +251,7 @@ class _Pass(Iterator[Any]):
         loader = self._loader
         if loader.before_next is not None:
             loader.before_next()
-        if self._is_over:
+        if self.is_over:
             raise StopIteration
         if self._batches is None:
             self._length = certain_length(loader._loader)
@@ -276,7 +288,7 @@ class _Pass(Iterator[Any]):
         self._end()
 
     def _end(self) -> None:
-        self._is_over, self.steps = True, 0
+        self.is_over, self.steps = True, 0
         self._last = self._following = _END
         if self._agreement is not None:
             self._agreement.end()

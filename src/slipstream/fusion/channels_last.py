@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +19,13 @@ class ChannelsLast:
     of their optimizer, change the order of their memory and nothing else; ``close()`` changes it
     back. The order spreads from the weights to the maps, so inputs stay as they are.
 
+    Weights that a parametrization computes (``weight_norm``, ``spectral_norm``) are new tensors at
+    each forward, and stay as they are.
+
     Exactness: reordered: torch takes other kernels.
 
     Raises:
-        ModelError: the model has no 2d convolution.
+        ModelError: the model has no 2d convolution with a weight of its own.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
@@ -57,19 +59,21 @@ class ChannelsLast:
 
 
 def weights_of_convolutions(model: nn.Module) -> list[nn.Parameter]:
-    """Those of all 2d convolutions.
+    """Those of all 2d convolutions, but for those that a parametrization computes.
 
     Raises:
         ModelError: there is none.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
-    if not layers:
+    own = (layer._parameters.get("weight") for layer in layers)
+    weights = [*dict.fromkeys(weight for weight in own if weight is not None)]
+    if not weights:
+        computed = " with a weight of its own, as parametrizations compute them" * bool(layers)
         raise ModelError(
-            f"compute.channels_last: {type(model).__name__} has no 2d convolution; leave out "
-            "compute.channels_last"
+            f"compute.channels_last: {type(model).__name__} has no 2d convolution{computed}; leave "
+            "out compute.channels_last"
         )
-    weights: list[Any] = [layer.weight for layer in layers]
-    return [*dict.fromkeys(weights)]
+    return weights
 
 
 def _like(weight: Tensor, state: Iterable[tuple[str, object]]) -> list[tuple[str, Tensor]]:

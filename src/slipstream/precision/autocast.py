@@ -25,7 +25,7 @@ class Autocast:
     def __init__(
         self, model: nn.Module, dtype: torch.dtype, ops: dict[str, torch.dtype], floats: Modules
     ) -> None:
-        self._device = next((p.device.type for p in model.parameters()), "cpu")
+        self._model, self._device = model, _device_type(model)
         self._dtype, self.floats = dtype, floats
         self._ops = OpCasts(ops, self._device) if ops else None
         # Every module installs the op casts: a checkpoint that recomputes a block in backward
@@ -36,6 +36,11 @@ class Autocast:
         self._forwards.append(WrappedForward(model, self._in_half))
 
     def _in_half(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        device = _device_type(self._model)
+        if device not in (self._device, "meta"):  # moved since; on meta nothing is cast
+            self._device = device
+            if self._ops is not None:
+                self._ops = OpCasts(self._ops.types, device)
         with torch.autocast(self._device, self._dtype):
             return cast(self._with_ops(forward, args, kwargs), torch.float32)
 
@@ -57,6 +62,10 @@ class Autocast:
             self._forwards.pop().remove()
 
 
+def _device_type(model: nn.Module) -> str:
+    return next((p.device.type for p in model.parameters()), "cpu")
+
+
 def autocast(
     model: nn.Module,
     dtype: HalfType = "bf16",
@@ -72,7 +81,8 @@ def autocast(
     by ``torch.amp.GradScaler`` or by a session's loss scale.
 
     Args:
-        model: any module; ``close()`` restores its forward.
+        model: any module, which may be moved to another device later; ``close()`` restores its
+            forward.
         dtype: of matrix products and convolutions.
         float_ops: torch functions that run in fp32, besides autocast's own.
         half_ops: torch functions that run in ``dtype``, besides autocast's own.

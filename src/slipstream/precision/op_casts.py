@@ -56,13 +56,13 @@ class OpCasts(TorchFunctionMode):
 
     def __init__(self, types: dict[str, torch.dtype], device: str) -> None:
         super().__init__()
-        self._types, self._device = types, device
+        self.types, self._device = types, device
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        dtype = self._types.get(getattr(func, "__name__", ""))
+        dtype = self.types.get(getattr(func, "__name__", ""))
         if dtype is None or "out" in kwargs or not torch.is_autocast_enabled(self._device):
             return func(*args, **kwargs)
         with torch.autocast(self._device, enabled=False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -121,6 +121,7 @@ def _installed(
         loader, dataset = cached_loader(loader, data.cache)
         handles.add(dataset)
     reading: Callable[[], Mapping[str, int]] = dict
+    skipping: Callable[[], AbstractContextManager[object]] = nullcontext
     if isinstance(readers := getattr(loader, "num_workers", None), int):
         reading = partial(dict, readers=readers)
     # After the cache, from which its workers read.
@@ -130,7 +131,7 @@ def _installed(
         ahead = handles.add(
             prefetch(loader, config, device=cluster.device, cores=cores, sharers=sharers)
         )
-        loader, reading = ahead, ahead.reading
+        loader, reading, skipping = ahead, ahead.reading, ahead.skipping
     loader = loader if balance is None else balance.over(loader)
     session_loader = UnevenInputLoader(
         loader,
@@ -138,6 +139,7 @@ def _installed(
         recorder=recorder,
         on_start=tracer.iteration_begins,
         reading=reading,
+        skipping=skipping,
         explaining=explaining,
     )
     handles.callback(session_loader.detach)

@@ -285,9 +285,11 @@ class Session(Generic[M, O]):
     def state_dict(self) -> dict[str, Any]:
         """State with which a resumed run continues bit for bit, beside the states of the model and
         the optimizer: the number of updates, ready order, split, loss scale, the codecs' state, and
-        with ``data.balance`` the place in the epoch.
+        the place in the data.
 
-        The same on every rank. Call it on every rank: the codecs' state is gathered.
+        That is how many batches the present pass has given (under ``data.balance`` samples), or the
+        ``state_dict()`` of a loader that has one; not their order, nor random numbers: see
+        `restore`. The same on every rank. Call it on every rank: the codecs' state is gathered.
 
         Raises:
             UsageError: inside an accumulation window, whose gradients no checkpoint holds.
@@ -322,8 +324,9 @@ class Session(Generic[M, O]):
             self._loop.proof.forget()
 
     def checkpoint(self, *parts: Part, sharded: bool = False) -> dict[str, Any]:
-        """Collect all that a run needs in order to go on, on any number of ranks; call it on all
-        ranks.
+        """Collect the states of model, optimizer and session, with the place in the data, for any
+        number of ranks; call it on all ranks. Random numbers are not in it;
+        `slipstream.Checkpoints` has them, too.
 
         Args:
             parts: some of ``model``, ``optimizer`` and ``session``; none: all of them. The first
@@ -374,7 +377,10 @@ class Session(Generic[M, O]):
 
         A state may have some of the parts alone, and ``model`` may be the ``state_dict()`` of a
         plain model. The loader goes on where it was: its next pass skips the batches that the pass
-        had given when the state was saved.
+        had given when the state was saved. Their order is that of the sampler: the same one again
+        with ``DistributedSampler.set_epoch``, a generator that is seeded by the epoch, or
+        ``data.balance``; with ``shuffle=True`` alone another one, in which samples come twice or
+        never. `slipstream.Checkpoints` lets torch's samplers draw the same one.
 
         Args:
             state: of `checkpoint`, or, of ``checkpoint(sharded=True)``, those of all ranks of the

@@ -83,6 +83,15 @@ class SessionState:
             return self.balance.state_dict()
         return None if self.loader is None else self.loader.position()
 
+    def _goes_to(self, position: dict[str, Any]) -> bool:
+        """Go there with the next pass; False: this run cannot, and it is no begin of an epoch."""
+        if self.balance is None and (self.loader is None or self.loader.go_to(position)):
+            return True
+        if self.balance is not None and "epoch" in position:
+            self.balance.load_state_dict(position)
+            return True
+        return 0 in (position.get("batches"), position.get("samples"))
+
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse what `load` cannot load; a collective.
 
@@ -114,11 +123,13 @@ class SessionState:
                 "that part of the gradients is lost",
                 stacklevel=3,
             )
-        if (position := state.get("data")) is not None:
-            if self.balance is not None and "epoch" in position:
-                self.balance.load_state_dict(position)
-            elif self.balance is None and self.loader is not None:
-                self.loader.go_to(position)
+        if (position := state.get("data")) is not None and not self._goes_to(position):
+            warnings.warn(
+                "the state has a place in the data as other settings count it (data.balance, or a "
+                "loader with a state_dict), so the epoch begins anew, with samples that it has "
+                "had; restore with the loader and the data settings of the run that saved it",
+                stacklevel=3,
+            )
         steps: int = state["steps"]
         self.precision.load_state_dict(state.get("loss_scale"))
         self.engine.updated(steps)

@@ -88,6 +88,8 @@ class CachedDataset(Dataset[Any]):
     Worker processes get a copy, which uses the same cache.
     """
 
+    STAMPED = ("_dataset", "_closed")
+
     def __init__(self, dataset: Dataset[Any], config: CacheConfig, key: str = "") -> None:
         if find_spec("lmdb") is None:
             raise ModelError(
@@ -117,14 +119,16 @@ class CachedDataset(Dataset[Any]):
         self._stamp = stamp_of(dataset)
         self._attributes = attributes_of(dataset)
         self._asked: set[Any] = set()
+        self._end: weakref.finalize[Any, Any] | None = None
         self._open()
-        self._end = weakref.finalize(self, _leave, self._path)
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        if self._closed or not isinstance(index, int | str | np.integer):
+        # closed, or the one that this is a copy of
+        left = self._closed or (self._end is not None and not self._end.alive)
+        if left or not isinstance(index, int | str | np.integer):
             return self._dataset[index]
         number = index if isinstance(index, str) else int(index)
         kept_in, name = self._open(), repr(number).encode()
@@ -171,7 +175,10 @@ class CachedDataset(Dataset[Any]):
         return getattr(self._dataset, name)
 
     def __copy__(self) -> CachedDataset:
-        return self  # one user of its store
+        """A dataset of its own, and one user of the store with this one: either closes both."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, _asked=set())
+        return other
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_store": None, "_end": None, "_asked": set()}
@@ -179,7 +186,8 @@ class CachedDataset(Dataset[Any]):
     def close(self) -> None:
         """Leave the cache: from now on samples are read each time. In memory the last process
         removes what is kept. close() is idempotent."""
-        self._end()
+        if self._end is not None:
+            self._end()
         self._store, self._closed = None, True
 
     def report_rows(self) -> list[Row]:
@@ -193,6 +201,8 @@ class CachedDataset(Dataset[Any]):
     def _open(self) -> SampleStore:
         if self._store is None or self._store.pid != os.getpid():
             self._store = SampleStore.of(self._path, self._limit)
+            if self._end is None:  # a forked process has that of its parent
+                self._end = weakref.finalize(self, _leave, self._path)
         return self._store
 
 

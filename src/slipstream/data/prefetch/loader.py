@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 from weakref import ReferenceType, finalize, ref
 
@@ -158,6 +159,16 @@ class PrefetchLoader:
         are there."""
         readers, queued = self._reader.reading
         return {"readers": readers, "queued": queued}
+
+    @contextmanager
+    def skipping(self) -> Iterator[None]:
+        """Inside, batches are dropped as soon as they come, and say nothing of how long a step of
+        the training takes."""
+        self._reader.skips = True
+        try:
+            yield
+        finally:
+            self._reader.skips = False
 
     def close(self) -> None:
         """End workers and threads; a later pass starts them again. close() is idempotent."""

@@ -56,6 +56,7 @@ class MapReader:
     Attributes:
         value: where batches are read and how far ahead, in words.
         gave_all: whether the present pass has given its last batch.
+        skips: whether batches are dropped as soon as they come, which is no step to measure.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class MapReader:
         """Of the dataset that the source reads."""
         self._starts = 0
         self._reads_itself = self._is_judging = self._is_judged = False
-        self.value, self.gave_all = "not begun", False
+        self.value, self.gave_all, self.skips = "not begun", False, False
         # Workers have a copy of the dataset: what is set on it between epochs must reach them.
         self._starts_anew = hasattr(loader.dataset, "set_epoch") and not loader.persistent_workers
         self._passes = self._new_passes()
@@ -167,15 +168,18 @@ class MapReader:
             batch = next(self._source)
             if isinstance(batch, Failed):
                 return None, self._failed(batch, number)
-            end = time.perf_counter()
-            if not isinstance(self._source, Inline):
-                self._timing.waited(start, end)
-            elif not self._reads_itself:
-                self._timing.read_here(start, end, sum(t.nbytes for t in tensors(batch)))
+            if not self.skips:
+                self._measure(batch, start, time.perf_counter())
             return batch, self._passes.received()
         except BaseException:
             self.close()
             raise
+
+    def _measure(self, batch: Any, start: float, end: float) -> None:
+        if not isinstance(self._source, Inline):
+            self._timing.waited(start, end)
+        elif not self._reads_itself:
+            self._timing.read_here(start, end, sum(t.nbytes for t in tensors(batch)))
 
     def _failed(self, batch: Failed, number: int) -> Batch:
         """Raises what came instead of a batch, if it is one of pass ``number``."""

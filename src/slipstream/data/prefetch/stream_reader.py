@@ -51,7 +51,7 @@ class StreamReader:
         note: why batches are not read across epochs; empty: they are.
     """
 
-    gave_all = False
+    gave_all = skips = False
 
     def __init__(self, loader: DataLoader[Any], config: PrefetchConfig, *, pin: bool) -> None:
         self.keeps_state = hasattr(loader, "state_dict")

@@ -108,7 +108,7 @@ def _check_plain(model: nn.Module) -> None:
             raise UsageError(
                 f"what {path or 'the model'} saves cannot be counted while recomputation or "
                 "offload is installed, which hides it; count before installing it or after "
-                "close(), and describe it: regions=recomputed.regions, offload=Offload(...)"
+                "close(), and describe it: regions=recomputed.regions, offload=OffloadConfig(...)"
             )
         if getattr(module, "gradient_checkpointing", False) is True:
             raise UsageError(
