@@ -141,7 +141,12 @@ def test_the_order_of_a_sampler_within_that_of_batches_is_drawn_again(tmp_path: 
         seen(islice(passed, 2))
         saved.save(session, wait=True)
         rest = seen(passed)
-    with opened({}, loader(6)) as session:
+    with opened({}, loader(6)) as session:  # saved again before its first batch
+        saved = Checkpoints(tmp_path)
+        saved.restore(session)
+        saved.save(session, wait=True)
+        assert seen(session.loader) == rest
+    with opened({}, loader(7)) as session:
         Checkpoints(tmp_path).restore(session)
         assert seen(session.loader) == rest
 

@@ -102,12 +102,17 @@ class UnevenInputLoader:
 
     @property
     def drawn_with(self) -> pass_random.RandomStates | None:
-        """The random states with which the present pass began, of this rank; None: there is none,
-        or it is over."""
+        """The random states with which the present pass began, or the next one will that goes on
+        with it, of this rank; None: there is none, or it is over."""
         if self._followed is not None:
             return self._followed.drawn_with
+        return self._drawn_with if self._present is not None or self._draws_again else None
+
+    @property
+    def _present(self) -> _Pass | None:
+        """The pass that is under way."""
         present = self._pass() if self._pass is not None else None
-        return None if present is None or present.is_over else self._drawn_with
+        return None if present is None or present.is_over else present
 
     def draw_with(self, states: pass_random.RandomStates) -> None:
         """Let the next pass draw its order as one that began so, which it goes on with."""
@@ -117,14 +122,17 @@ class UnevenInputLoader:
             self._drawn_with, self._draws_again = states, True
 
     def position(self) -> dict[str, Any]:
-        """The place in the present pass: the loader's own state, or how many batches it has
-        given."""
+        """The place in the present pass, or where the next one goes on: the loader's own state, or
+        how many batches it has given."""
         if self._followed is not None:
             return self._followed.position()
         if self._keeps_place(self._loader):
             return {"own": self._loader.state_dict()}
-        present = self._pass() if self._pass is not None else None
-        return {"batches": 0 if present is None else present.steps, "ranks": self._ranks}
+        present = self._present
+        return {
+            "batches": self._skip if present is None else present.steps,
+            "ranks": self._ranks,
+        }
 
     def go_to(self, position: Mapping[str, Any]) -> bool:
         """Let the next pass begin where the one of ``position`` was.
