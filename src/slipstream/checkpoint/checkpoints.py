@@ -281,7 +281,7 @@ class Checkpoints:
             check(path, session.rank, session.world_size)
 
         def load() -> None:
-            saved.extend(storage.read(path))
+            saved.extend(storage.load(path))
 
         for step in (verify, load):
             errors = self._gather(_error_of(step), "the check of a checkpoint")

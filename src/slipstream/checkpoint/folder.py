@@ -21,6 +21,7 @@ MANIFEST = "manifest.json"
 VERSION = 1
 _NAME = re.compile(r"update-(\d{8,})(?:\.(\d+))?")
 _WRITING, _REMOVED, _BROKEN = "writing-", "removed-", "broken-"
+_LEFT = re.compile(rf"{_WRITING}\d{{8,}}|{_REMOVED}{_NAME.pattern}")
 _PIECE = 1 << 22
 """Bytes that are read at once: zlib computes without the interpreter's lock meanwhile."""
 
@@ -54,10 +55,16 @@ class Folder:
         return self.path / f"{_WRITING}{updates:08}"
 
     def commit(self, temporary: Path, updates: int, keep: int) -> Path:
-        """Give a checkpoint that is complete its name, then remove all but the newest ``keep``."""
+        """Give a checkpoint that is complete its name, then remove all but the newest ``keep``.
+
+        A run that counts less than the one that it goes on from, as it has fewer ranks, say, gets
+        names behind those that are there.
+        """
         _sync(temporary)
+        there = self.complete()
+        updates = max([updates, *map(updates_of, there)])
         name = f"update-{updates:08}"
-        taken = [_age(path)[1] for path in self.complete() if updates_of(path) == updates]
+        taken = [_age(path)[1] for path in there if updates_of(path) == updates]
         final = self.path / (f"{name}.{max(taken) + 1}" if taken else name)
         temporary.rename(final)
         _sync(self.path)
@@ -68,7 +75,7 @@ class Folder:
     def sweep(self) -> None:
         """Remove what a run has left that was killed while it wrote."""
         for path in self.path.iterdir() if self.path.is_dir() else ():
-            if path.name.startswith((_WRITING, _REMOVED)):
+            if _LEFT.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
 
     def set_aside(self, path: Path) -> None:

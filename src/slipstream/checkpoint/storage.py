@@ -30,6 +30,7 @@ from slipstream.checkpoint.folder import (
     BrokenCheckpoint,
     Folder,
     Sums,
+    check,
     checksum,
     read_manifest,
     write_manifest,
@@ -175,7 +176,8 @@ def _read_index(file: IO[bytes]) -> Metadata:
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
-    """The states of all ranks in a checkpoint, in the host's memory; nothing is communicated.
+    """Check a checkpoint, and load the states of all ranks into the host's memory; nothing is
+    communicated.
 
     Data alone is read: a file that somebody else has written cannot run code.
 
@@ -204,7 +206,17 @@ def read(path: str | Path) -> list[dict[str, Any]]:
         >>> list(state), list(state["model"])
         (['model', 'optimizer', 'session', 'rank'], ['weight', 'bias'])
     """
-    path = Path(path)
+    check(Path(path))
+    return load(Path(path))
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    """Load the states of all ranks from a checkpoint that has been checked.
+
+    Raises:
+        BrokenCheckpoint: it is none.
+        OSError: it cannot be read.
+    """
     ranks = read_manifest(path)["ranks"]
     reader = CheckpointReader(path)
     entries = reader.read_metadata().state_dict_metadata

@@ -25,6 +25,8 @@ from slipstream.strategy.setting import FrozenModel
 M = TypeVar("M", bound=FrozenModel)
 
 VERSION = 1
+LATER = 60.0
+"""Seconds behind an autopsy after which what a rank notes is of another run."""
 NAMES_SHOWN = 3
 
 
@@ -127,9 +129,13 @@ class Autopsy(FrozenModel):
             TraceError: there is none, or what is there is none.
         """
         whole = folder / "autopsy.json" if folder.is_dir() else folder
+        notes = sorted(folder.glob("rank*.json"))
         if whole.is_file():
-            return _read(cls, whole)
-        cases = [_read(RankCase, path) for path in sorted(folder.glob("rank*.json"))]
+            end = whole.stat().st_mtime + LATER
+            notes = [note for note in notes if note.stat().st_mtime > end]
+            if not notes:
+                return _read(cls, whole)
+        cases = [_read(RankCase, path) for path in notes]
         if not cases:
             raise TraceError(
                 f"{folder} has no autopsy; pass the folder that the error named (checks.folder, "

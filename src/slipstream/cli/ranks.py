@@ -44,7 +44,7 @@ def refuse_launcher(command: str) -> None:
         LaunchError: a launcher has started this process.
     """
     here = Environment.read(os.environ, socket.gethostname())
-    if here.source != "none":
+    if here.source != "none" and here.world_size > 1:  # else a shell of a cluster, with one task
         raise LaunchError(
             f"a launcher ({here.source}) has started this as rank {here.rank}, but this command "
             f"starts the ranks itself. Run it once, without a launcher: {command}"
@@ -107,7 +107,10 @@ def on_node(bed: Testbed, node: Node, argv: Sequence[str]) -> list[str]:
 
 def describe_hosts(bed: Testbed) -> str:
     """Measure the first link of a testbed that is up, and say what the hosts are."""
-    link = bed.check()[0]
+    links = bed.check()
+    if not links:
+        return "1 emulated host, without a link"
+    link = links[0]
     return (
         f"{len(bed.nodes)} emulated hosts, links of {format_rate(bed.rate)}; {link.node.name} "
         f"reads {format_rate(link.there)}, round trip {link.round_trip * 1e6:.0f} us"

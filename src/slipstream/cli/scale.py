@@ -46,7 +46,8 @@ class ScalePoint:
 
     ``rate`` is in samples a second, or in batches a second where the traces do not count samples.
     ``speed_up`` is ``rate / rate of the fewest ranks``; ``efficiency`` divides it by the ratio of
-    ranks. ``iteration`` and ``exposed`` (exchange) are in seconds, medians over iterations.
+    ranks. ``iteration`` and ``exposed`` (exchange) are in seconds, means over the middle half of
+    the iterations.
     """
 
     ranks: int

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import select
 import socket
 import threading
@@ -86,6 +87,7 @@ class Ends:
         """
         for env in envs.values():
             log = logs[int(env["RANK"])]
+            _forget_others(log.parent, int(env["WORLD_SIZE"]))
             for suffix in ("exit", "leaving"):
                 for earlier in log.parent.glob(f"rank{env['RANK']}.*{suffix}"):  # run, or restart
                     earlier.unlink(missing_ok=True)
@@ -119,6 +121,17 @@ class Ends:
                 _note(rank, local_rank, pid, logs[rank])
         for fd in running:
             os.close(fd)
+
+
+def _forget_others(folder: Path, world_size: int) -> None:
+    """Remove the notes of an earlier run on more ranks."""
+    for note in folder.glob("rank*"):
+        match = _NOTE.fullmatch(note.name)
+        if match and int(match[1]) >= world_size:
+            note.unlink(missing_ok=True)
+
+
+_NOTE = re.compile(r"rank(\d+)\.(?:.*\.)?(?:exit|leaving)")
 
 
 def _children() -> Iterator[tuple[int, tuple[str, str]]]:

@@ -92,6 +92,10 @@ class RankLogs:
             raise LaunchError(
                 f"the log folder cannot be created: {error}; choose another with --log-dir"
             ) from error
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise LaunchError(
+                f"the log folder {folder} cannot be written; choose another with --log-dir"
+            )
 
     @property
     def root_log_dir(self) -> str:

@@ -40,12 +40,13 @@ class RecordedRun(NamedTuple):
 
     @property
     def iteration(self) -> float:
-        """Seconds: the median over ranks of medians over iterations, as in the summary."""
+        """Seconds: the mean over ranks of that over the middle half of their iterations, as in the
+        summary."""
         return self.typical.spread("iteration").mean
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds of each part of an iteration, medians as those of ``iteration``."""
+        """Seconds of each part of an iteration, means as those of ``iteration``."""
         return {part: self.typical.spread(part).mean for part in PARTS}
 
     @property

@@ -96,8 +96,8 @@ def breakdowns(runs: Sequence[RecordedRun]) -> str:
     if len(runs) > 1:
         content.append(_run_table(runs))
     remark = (
-        "Medians over iterations, then over ranks. Time covered by several kinds counts once, as "
-        "compute first. Hatched: predicted."
+        "Means over the middle half of the iterations, then over ranks. Time covered by several "
+        "kinds counts once, as compute first. Hatched: predicted."
     )
     return page.section("breakdown", "Where the time goes", remark, *content)
 

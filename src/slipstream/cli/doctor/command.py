@@ -132,7 +132,7 @@ def network(
     ] = None,
     nodes: Annotated[int | None, Option(help="Emulated hosts to start ranks on, instead.")] = None,
     ranks_per_node: RanksPerNode = 1,
-    rate: LinkRate = "1gbit",
+    rate: LinkRate | None = None,
     seconds: Annotated[float, Option(min=1, help="Upper limit of the measurement, about.")] = 20.0,
 ) -> None:
     """Measure all-reduce, reduce-scatter and all-gather from 1 KB to 64 MB; save the numbers.
@@ -152,6 +152,8 @@ def network(
             f"--ranks {ranks} starts ranks on this host, --nodes {nodes} on emulated hosts: leave "
             "out one of the two; --ranks-per-node sets the ranks of each emulated host"
         )
+    if rate is not None and nodes is None:
+        raise ClusterError("--rate has no effect without --nodes: it is that of emulated links")
     screen = {"terminal": Console().is_terminal, "columns": Console().width}
     job = json.dumps({"file": str(output), "seconds": seconds, **screen})
     launched = Environment.read(os.environ, socket.gethostname()).source != "none"
@@ -159,7 +161,7 @@ def network(
     if launched:
         os.execv(sys.executable, [sys.executable, "-m", MEASURE, job])  # become that rank
     if nodes is not None:
-        with Testbed(nodes, rate) as bed:
+        with Testbed(nodes, rate or "1gbit") as bed:
             console.print(describe_hosts(bed))
             code = run_on_hosts(bed, ["-m", MEASURE, job], ranks_per_node, log_folder())
         raise typer.Exit(code)
