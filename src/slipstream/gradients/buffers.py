@@ -6,7 +6,9 @@ The last forward was the last to change them, so here they are copied when backw
 beside it, and are written back after the update: until then another backward may need the graph
 that has saved them. The next forward sees the same values, and nobody waits. What a recomputed
 forward (activation checkpointing) adds to them a second time during backward is thereby dropped;
-what a forward between backward and update changes stays, and travels with the next backward.
+what a forward between backward and update changes stays, and travels with the next backward. On a
+CPU that is told by the values, as batch normalisation does not count its changes; a device would
+have to be waited for, so there what counts them stays alone.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class Buffers:
         self._shapes = [(name, b.dtype, b.shape) for name, b in current() if b.nbytes]
         self._staged = torch.empty(0)
         self._arrived: list[tuple[torch.Tensor, int]] = []
+        self._before = torch.empty(0)  # their bytes then, on a CPU
         self.num_bytes = sum(b.nbytes for _, b in current())
         """Bytes that a broadcast of all buffers carries."""
 
@@ -60,14 +63,29 @@ class Buffers:
     def arrived(self) -> None:
         """The copy holds the first rank's values, and backward has ended."""
         self._arrived = [(b, _version(b)) for _, b in self._current() if b.nbytes]
+        if self._staged.device.type == "cpu":
+            self._before = pack_bytes([b for b, _ in self._arrived])
 
     def restore(self) -> None:
         """Write the copy into the buffers that did not change since it arrived."""
-        parts = self._staged.split([b.nbytes for b, _ in self._arrived]) if self._arrived else ()
-        for (buffer, version), part in zip(self._arrived, parts, strict=True):
-            if _version(buffer) == version:
+        sizes = [b.nbytes for b, _ in self._arrived]
+        parts = self._staged.split(sizes) if sizes else ()
+        changed = self._changed(sizes)
+        for (buffer, _), part, differs in zip(self._arrived, parts, changed, strict=True):
+            if not differs:
                 unpack_bytes(part, [buffer])
         self._arrived = []
+
+    def _changed(self, sizes: Sequence[int]) -> list[bool]:
+        """Whether each has changed since it arrived."""
+        counted = [_version(buffer) != version for buffer, version in self._arrived]
+        if not sizes or self._staged.device.type != "cpu":
+            return counted
+        now = pack_bytes([buffer for buffer, _ in self._arrived])
+        if torch.equal(now, self._before):
+            return counted
+        pairs = zip(now.split(sizes), self._before.split(sizes), strict=True)
+        return [not torch.equal(a, b) or c for (a, b), c in zip(pairs, counted, strict=True)]
 
     def forget(self) -> None:
         """The next forward has begun: the present values travel with its backward."""

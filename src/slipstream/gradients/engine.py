@@ -147,7 +147,7 @@ class Engine(GradientEngine):
         self._backward: _Backward | None = None
         self._stamps: list[Stamp | None] | None = None
         self._local_only = False
-        self._averaged = False
+        self._averaged = self._undone = False
         self._failure: str | None = None
         self._observer: Observer | None = None  # until the first exchange
         self._sums: list[tuple[NamedParameter, torch.Tensor, int]] = []  # and their versions
@@ -200,12 +200,13 @@ class Engine(GradientEngine):
             self._shards.begin()
         if self._layout is None:
             backward.observer = Observer(len(self._trainables))
+        if self._averaged and not self._undone:  # before gradients of this rank are added to them
+            self._undo_average(scale)
+            self._undone = True
         if not exchange:
             return
         if self._channel.recording:
             self._stamps = backward.stamps = [None] * len(self._trainables)
-        if self._averaged:
-            self._undo_average(scale)
         if self._layout is not None:
             self._open(backward, self._layout)
             backward.fills = self.overlap
@@ -299,7 +300,7 @@ class Engine(GradientEngine):
             self._largest = self._largest_now() if self._by_hand else None
         if self._buffers:
             self._buffers.arrived()
-        self._averaged = True
+        self._averaged, self._undone = True, False
 
     def updated(self, step: int, *, used: bool = True, late: bool = False) -> None:
         """The gradients are gone; ``step`` updates are done. Where they were not ``used``, codecs
@@ -313,6 +314,7 @@ class Engine(GradientEngine):
         if self._unsettled:
             self._codecs.settle(used and not self.overflowed)
         self._unsettled, self._averaged, self._sums, self._averages = False, False, [], []
+        self._undone = False
         self._largest = None
         if late:
             self._buffers.forget()

@@ -94,6 +94,16 @@ def flush_behind_no_sync(run: Loop) -> None:
         run.flush()
 
 
+@habit("a second backward in no_sync(), loss scale of one's own", "session")
+def added_in_no_sync(run: Loop) -> None:
+    run.start()
+    for _ in range(3):
+        run.gradients(scale=8.0)
+        with run.no_sync():
+            run.backward(scale=8.0)
+        run.step()
+
+
 @habit("accumulate: zeroed at the top of the loop", "session")
 def zeroed_at_the_top(run: Loop) -> None:
     run.start(accumulate=2)
