@@ -367,7 +367,7 @@ class LocalTraining:
 
     @property
     def place(self) -> dict[str, str]:
-        """Where in a round this rank is, which all ranks that restore must have alike."""
+        """Say whether this rank waits for a meeting; all ranks that restore must do alike."""
         if not self._config.stretch:
             return {}
         waits = self._pace.waited is not None
