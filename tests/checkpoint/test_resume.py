@@ -95,6 +95,22 @@ def test_other_numbers_of_ranks_take_it(strategy: Any, two: Ranks, tmp_path: Pat
         assert all(map(torch.equal, values(state), values(expected)))
 
 
+def saved_where_one_skips(folder: str) -> int:
+    with opened({"local": {"steps": 4}, "checks": {"nonfinite": "skip"}}) as session:
+        saved = Checkpoints(folder)
+        for update in range(6):
+            loss = session.model(words(update)).square().mean()
+            session.backward(loss * (torch.inf if update == 1 and session.rank else 1.0))
+            session.step()
+            saved.step(session, every=2)
+        return session.updates
+
+
+def test_ranks_save_together_though_one_has_skipped_an_update(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(saved_where_one_skips, str(tmp_path)) == [6, 5]
+    assert len(Checkpoints(tmp_path).paths) == 3
+
+
 def test_also_states_and_random_numbers_are_kept_and_read_as_data(tmp_path: Path) -> None:
     class Counter:
         epochs = 7

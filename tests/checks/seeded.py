@@ -67,7 +67,8 @@ class Training:
 
     @property
     def engine(self) -> Any:
-        return self.session._loop.engine
+        engine = self.session._loop.engine
+        return getattr(engine, "_shared", engine)  # under local, that of the warm-up
 
     def update(self) -> None:
         self.session.backward(self.loss(self.session.model, self.updates, self.stream))
@@ -377,6 +378,7 @@ def seeded(
     run: int,
     gradients: dict[str, Any],
     parallel: dict[str, Any] | None = None,
+    local: dict[str, Any] | None = None,
 ) -> Outcome:
     """Train, seed a fault, and go on for two checks; on each rank."""
     chance = Random(f"{fault}, {run}")
@@ -392,6 +394,8 @@ def seeded(
             strategy = {"gradients": gradients, "checks": checks}
             if parallel is not None:
                 strategy["parallel"] = parallel
+            if local is not None:
+                strategy["local"] = local
             with slipstream.accelerate(model, optimizer, strategy=strategy) as session:
                 torch.manual_seed(1000 * run + session.data_rank)
                 bad = chance.randrange(session.world_size)

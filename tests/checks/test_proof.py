@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -209,7 +210,71 @@ def test_what_ranks_share_that_train_on_their_own_is_compared(three, tmp_path):
     assert len(caught.value.errors) == 3
 
 
+def test_averages_are_proved_before_ranks_train_on_their_own(three):
+    fault, warms_up = "segment lost from then on: zeros sent", {"warm_up": 100}
+    ends_right(fault, three.run(seeded, small, fault, 0, {"transport": "flat"}, None, warms_up))
+
+
 # No false alarm.
+
+
+def rolled_back() -> int:
+    with opened({"local": {"steps": 2}, "checks": {"every": 2}}) as session:
+        updates(session, 0, 2)
+        saved = deepcopy(session.checkpoint())
+        updates(session, 2, 6)
+        session.restore(saved)
+        updates(session, 10, 16)  # other data
+        return int(session.updates)
+
+
+def test_meetings_of_before_a_restore_do_not_count(three):
+    assert three.run(rolled_back) == [8] * 3
+
+
+def repaired_by_a_restore() -> int:
+    with opened({"gradients": {"codec": CODECS["int8"]}, "checks": {"every": 4}}) as session:
+        updates(session, 0, 2)
+        saved = deepcopy(session.checkpoint())
+        if session.rank == BAD:
+            for named in session._loop.engine._codecs._attached:
+                for residual in named.compressor.residuals:
+                    residual.error.zero_()
+        update(session, 2)
+        session.restore(saved)
+        updates(session, 2, 5)
+        return int(session.updates)
+
+
+def test_a_residual_that_was_restored_is_lost_no_longer(three):
+    assert three.run(repaired_by_a_restore) == [5] * 3
+
+
+def flushed_after_a_skip() -> tuple[bool, bool, list[str]]:
+    checks = {"every": 1, "nonfinite": "skip"}
+    sampled: list[str] = []
+    with opened({"gradients": {"accumulate": 2}, "checks": checks}) as session:
+        updates(session, 0, 3)
+        factor = torch.inf if session.rank == BAD else 1.0
+        session.backward(session.model(torch.randn(8, 6)).square().mean() * factor)
+        skipped = not session.step()
+        update(session, 4)  # half a window
+
+        def note(*_: object) -> None:
+            for sample in session._loop.engine._samples.buckets:
+                sampled.extend(sample.names)
+
+        session.optimizer.register_step_pre_hook(note)
+        return skipped, session.flush(), sampled
+
+
+def test_the_average_of_a_flush_is_proved_and_not_that_of_a_skipped_update(three):
+    for skipped, flushed, sampled in three.run(flushed_after_a_skip):
+        assert skipped
+        assert flushed
+        assert sampled
+        assert len({*sampled}) == len(sampled)
+
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "defaults": {},

@@ -86,8 +86,9 @@ def test_it_meets_as_it_chose_from_the_update_on_that_it_chose_after(two: Ranks)
         assert "meetings" in report
 
 
-def test_a_restored_run_keeps_the_choice(two: Ranks) -> None:
-    local = {"auto": True}
+@pytest.mark.parametrize("more", [{}, {"warm_up": 20}], ids=["at once", "after a warm-up"])
+def test_a_restored_run_keeps_the_choice(two: Ranks, more: dict[str, Any]) -> None:
+    local = {"auto": True, **more}
     straight, resumed = (two.run(trained, SLOW, local, half) for half in (False, True))
     for (own, chosen, _), (again, same, _) in zip(straight, resumed, strict=True):
         assert torch.equal(own, again)
@@ -102,6 +103,11 @@ def test_where_it_does_not_pay_gradients_are_averaged_to_the_end(two: Ranks) -> 
         assert torch.equal(own, other)
         assert chosen["auto"]
         assert "30 updates are fewer than 100 meetings" in " ".join(report.split())
+    for (own, *_), (other, *_, report) in zip(
+        found, two.run(trained, SLOW, auto, True), strict=True
+    ):
+        assert torch.equal(own, other)
+        assert "as in the run that was saved" in " ".join(report.split())
 
 
 def test_on_a_real_link_it_measures_and_goes_on(two: Ranks) -> None:

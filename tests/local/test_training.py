@@ -6,6 +6,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 import slipstream
-from slipstream.errors import StrategyError, UsageError
+from slipstream.errors import MismatchError, StrategyError, UsageError
+from slipstream.local.carrier import FixedCarrier
 from slipstream.local.model import LocalModel
+from slipstream.local.training import LocalTraining
 from slipstream.strategy import LocalConfig, Strategy
 from tests.harness.counters import collectives
 from tests.harness.ranks import Ranks
@@ -434,6 +437,7 @@ def overflowing() -> tuple[int, list[bool], Tensor]:
             session.backward(loss * (torch.inf if bad else 8.0), loss_scale=8.0)
             updated.append(session.step())
         skipped = session.skipped
+        session.restore(session.checkpoint())  # though ranks have made different numbers
     return skipped, updated, flat(model.parameters())
 
 
@@ -559,6 +563,23 @@ def test_the_outer_parameters_do_not_pass_for_those_of_a_rank(verb: str) -> None
     session.close()
 
 
+def test_time_at_a_meeting_is_no_time_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heartbeat names ranks that are slow by themselves."""
+    model, clock = build(), [0.0]
+
+    def meet(*_: object) -> None:
+        clock[0] += 5
+
+    with slipstream.accelerate(model, sgd(model), None, {"local": {"steps": 1}}) as session:
+        monkeypatch.setattr(
+            "slipstream.session.loop.time", SimpleNamespace(perf_counter=lambda: clock[0])
+        )
+        monkeypatch.setattr(LocalTraining, "updated", meet)
+        session.backward(loss_of(model, 0, 1))
+        session.step()
+        assert session._loop.progress.waited == 5
+
+
 def partial_round(updates: int) -> Tensor:
     model = build()
     local = {"steps": 8, "fragments": 2, "delay": 1}
@@ -578,6 +599,14 @@ def test_all_ranks_end_with_the_same_parameters(two: Ranks, updates: int) -> Non
 # What is refused.
 
 
+def test_the_part_of_one_rank_is_no_state_for_all() -> None:
+    model = build()
+    with slipstream.accelerate(model, sgd(model), None, {"local": {}}) as session:
+        part = session.checkpoint(sharded=True)
+        with pytest.raises(UsageError, match="is the part of rank 0 of 1"):
+            session.restore(part)
+
+
 @pytest.mark.parametrize(
     "settings", [{"stretch": 4}, {"rendezvous": "localhost:1"}], ids=["stretch", "rendezvous"]
 )
@@ -594,6 +623,10 @@ REFUSED = {
     "gradients.codec": {"gradients": {"codec": "half"}},
     "precision half_weights": {"precision": "half_weights"},
     "data.balance": {"data": {"balance": {}}},
+    "rendezvous and checks.every 5": {
+        "local": {"rendezvous": "localhost:1"},
+        "checks": {"every": 5},
+    },
 }
 
 
@@ -664,6 +697,51 @@ def test_a_faster_rank_makes_more_updates(two: Ranks, delay: int) -> None:
 def test_a_faster_rank_waits_where_it_has_made_enough(two: Ranks) -> None:
     fast, slow = two.run(at_different_speeds, 1, 0, (0.0, 0.02))
     assert fast["updates"] - slow["updates"] <= fast["updates"] // 4 + 1
+
+
+def saved_while_one_waits() -> Tensor:
+    model = build()
+    rank = torch.distributed.get_rank()
+    local = {"steps": 4, "stretch": 100}
+    with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
+        for update in range(8 - 2 * rank):
+            if update == 4 - 2 * rank:  # the first rank is ready to meet, the other one is not
+                state = session.checkpoint()
+                with pytest.raises(MismatchError, match="all_updates has just changed"):
+                    session.restore(state)
+            session.backward(loss_of(model, rank, update))
+            session.step()
+    return flat(model.parameters())
+
+
+def test_a_rank_that_waits_is_saved_at_any_moment_and_not_restored(two: Ranks) -> None:
+    first, second = two.run(saved_while_one_waits)
+    assert torch.equal(first, second)
+
+
+def restored_where_ranks_wait_for_the_first_meeting() -> Tensor:
+    rank = torch.distributed.get_rank()
+    parts: list[Any] = []
+    for _ in range(2):
+        model = build()
+        local = {"steps": 1, "stretch": 100}
+        with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
+            if parts:
+                session.restore(parts)
+            session.backward(loss_of(model, rank, len(parts)))
+            with session.evaluating():
+                outer = flat(model.parameters())
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(FixedCarrier, "arrived", False)
+                session.step()
+            parts = parts or [None, None]
+            torch.distributed.all_gather_object(parts, session.checkpoint(sharded=True))
+    return outer
+
+
+def test_ranks_restored_before_the_first_meeting_have_the_same_outer_parameters(two: Ranks) -> None:
+    first, second = two.run(restored_where_ranks_wait_for_the_first_meeting)
+    assert torch.equal(first, second)
 
 
 def leaves_early() -> tuple[Tensor, int]:

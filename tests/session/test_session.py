@@ -254,6 +254,20 @@ def resumed(num_steps: int) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
+def restored_after_freezing() -> int:
+    with opened() as session:
+        update(session)
+        saved = session.checkpoint()
+        next(session.model.parameters()).requires_grad_(False)
+        update(session)
+        session.restore(saved)
+        return session.updates
+
+
+def test_a_state_from_before_a_parameter_froze_is_restored(two: Ranks) -> None:
+    assert two.run(restored_after_freezing, timeout=40) == [1, 1]
+
+
 def through_a_file(state: Any) -> Any:
     file = io.BytesIO()
     torch.save(state, file)

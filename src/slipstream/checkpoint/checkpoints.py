@@ -119,7 +119,7 @@ class Checkpoints:
         self._restored = True
         local = session.strategy.local
         if local is not None and local.rendezvous is not None and session.updates:
-            self._seen = _count(session)
+            self._seen = session.common_updates
             return session.updates  # from the other jobs
         complaints: list[str] = []
         for path in reversed(self._found):
@@ -137,7 +137,7 @@ class Checkpoints:
             if session.rank == 0:
                 for broken in self._found[self._found.index(path) + 1 :]:
                     self._folder.set_aside(broken)
-            self._seen = _count(session)
+            self._seen = session.common_updates
             return session.updates
         if complaints:
             raise CheckpointError(
@@ -178,8 +178,8 @@ class Checkpoints:
         """Save each ``every`` updates, and after a signal of ``on_signal``; call it on all ranks
         after each ``session.step()``, also where that did not update.
 
-        Under ``local.stretch``, where ranks make different numbers of updates, ``every`` counts
-        ``session.all_updates``.
+        ``every`` counts ``session.common_updates``: under ``local`` also those that one rank alone
+        has skipped, and with ``stretch`` those of all ranks.
 
         Raises:
             SystemExit: a rank has got a signal, and the checkpoint is complete.
@@ -188,8 +188,10 @@ class Checkpoints:
         if every < 1:
             raise UsageError(f"every={every}: must be at least 1 update")
         self._bind(session)
-        now, before = _count(session), self._seen
-        if now == before or not session.between_updates:  # after a flush(): in the next window
+        if not session.between_updates:  # after a flush(): in the next window
+            return
+        now, before = session.common_updates, self._seen
+        if now == before:
             return
         self._seen = now
         number = self._signals.due() if self._signals.wanted else 0
@@ -331,7 +333,7 @@ class Checkpoints:
             agree({}, self._group, error)
         elif error is not None:
             raise error
-        count = _count(session)
+        count = session.common_updates
         writer = storage.CheckpointWriter(self._folder, count, self._keep)
         self._writing = _Writing(writer.stage(pieces), writer, self._group, count)
         self._writing.start()
@@ -409,13 +411,6 @@ def _loader_of(session: AnySession) -> UnevenInputLoader | None:
         return session.loader
     except UsageError:
         return None
-
-
-def _count(session: AnySession) -> int:
-    """The updates that count where all ranks save: the same on all of them."""
-    local = session.strategy.local
-    stretches = local is not None and local.stretch > 0
-    return session.all_updates if stretches else session.updates
 
 
 def _advice(where: str, keep: int) -> str:

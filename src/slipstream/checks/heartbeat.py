@@ -77,7 +77,6 @@ class Heartbeat:
         progress: how many updates are done.
         spins: whether a thread that waits for the device computes, so that computing is no sign of
             life.
-        waits_long: whether ranks may rightly wait for longer, for other jobs.
     """
 
     def __init__(
@@ -92,7 +91,6 @@ class Heartbeat:
         folder: Path,
         progress: UpdateCount,
         spins: bool = False,
-        waits_long: bool = False,
     ) -> None:
         self.rank, self.world_size, self.host = rank, world_size, host
         self.timeout, self.folder = timeout, folder
@@ -100,7 +98,6 @@ class Heartbeat:
         self.verdict: str | None = None
         connection: Store = store.clone()  # type: ignore[attr-defined]
         self._store = PrefixStore(f"slipstream/heartbeat/{name}", connection)
-        self._waits_long = waits_long
         self._closing, self._known, self._told = (threading.Event() for _ in range(3))
         self._own = OwnView(rank, host, progress, spins=spins, window=self._window)
         self._reached = time.monotonic()
@@ -209,7 +206,7 @@ class Heartbeat:
         if self.rank == 0 and now - self._compared > self._window:
             self._compared = now
             self._name_slow_ranks(state, now)
-        if state.still > 2 * self.interval + 2 and not self._waits_long and self._watches(now):
+        if state.still > 2 * self.interval + 2 and self._watches(now):
             self._watch_all(state, now)
 
     def _watches(self, now: float) -> bool:

@@ -38,7 +38,7 @@ def check_local(strategy: Strategy) -> None:
     """
     if strategy.local is None:
         return
-    gradients, problem = strategy.gradients, ""
+    gradients, checks, problem = strategy.gradients, strategy.checks, ""
     hosts = gradients.transport.between_hosts
     if gradients.transport.kind not in ALLOWED:
         problem = (
@@ -60,6 +60,11 @@ def check_local(strategy: Strategy) -> None:
         problem = "gradients.split optimal, which is found while gradients are exchanged; leave out"
     elif gradients.codec is not None:
         problem = "gradients.codec: gradients do not travel; write local: {codec: ...}"
+    elif strategy.local.rendezvous is not None and checks.every is not None and not checks.replay:
+        problem = (
+            f"rendezvous and checks.every {checks.every}, which would compare nothing: jobs that "
+            "come and go are not compared; leave it out, or add checks.replay true"
+        )
     elif strategy.parallel.active:
         problem = "parallel: ranks that share a model exchange at every update; leave out one"
     elif isinstance(strategy.precision, HalfWeightsConfig):

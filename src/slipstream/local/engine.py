@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from slipstream.checks.sketch import AverageSamples
 from slipstream.gradients.interface import GradientEngine
 from slipstream.gradients.layout import Gradient
 from slipstream.gradients.ready_order import ReadyOrder
@@ -80,6 +81,10 @@ class LocalEngine(GradientEngine):
 
     def averages(self, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
         return self._used.averages(parameters)
+
+    def sample(self, samples: AverageSamples | None) -> None:
+        for engine in self._engines:
+            engine.sample(samples if engine is self._used else None)
 
     def local_only(self, on: bool) -> None:
         self._gathers = on

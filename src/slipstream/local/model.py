@@ -55,7 +55,7 @@ class LocalModel(WholeModel):
         """Load this rank's part, if the state has those of all ranks, else a state for all."""
         assert self.training is not None
         parts = state.get(KEY)
-        if parts is None:
+        if not isinstance(parts, list):  # a state for all, or one rank's part, which is refused
             super().load_full_optimizer_state_dict(state)
             return
         ranks, island = self.training.ranks, tuple(self.training.island.ranks)

@@ -148,7 +148,8 @@ class LocalTraining:
         if self._exchanges.failure is not None:
             raise ExchangeError(self._exchanges.failure)
         self.check_outside("backward")
-        if not self.warms_up and self.updates == self._config.warm_up:
+        # a rank that was saved where it waited for the first meeting has trained already
+        if not self.warms_up and self.updates == self._config.warm_up and not any(self._weights):
             self._begin()  # a script may have loaded a model until now
         known = {t.parameter for t in self._trained}
         for name, p in self._model.named_parameters():
@@ -306,6 +307,11 @@ class LocalTraining:
         own = self._weights[0] if self._pace.last_round else 0
         return first + own + (self._meetings[0].counted if self._meetings else 0)
 
+    @property
+    def common_updates(self) -> int:
+        """Updates as all ranks count them alike."""
+        return self.all_updates if self._config.stretch else self.updates
+
     # The outer parameters.
 
     @contextmanager
@@ -340,7 +346,10 @@ class LocalTraining:
     # State.
 
     def _settle_down(self) -> None:
-        """Return when nothing is on its way."""
+        """Return when nothing is on its way but the word of this rank that it is ready to meet:
+        slower ranks, which may be saving, too, answer that later."""
+        if self._pace.waited is not None:
+            return
         self._exchanges.land()
         if self._exchanges.joined_again:
             with torch.no_grad():
@@ -365,12 +374,23 @@ class LocalTraining:
             for number, meeting in enumerate(self._meetings)
         }
 
+    @property
+    def place(self) -> dict[str, str]:
+        """Say whether this rank waits for a meeting; all ranks that restore must do alike."""
+        if not self._config.stretch:
+            return {}
+        waits = self._pace.waited is not None
+        here = "ready to meet, waiting for others" if waits else "not ready to meet"
+        return {"where it restores (allowed: where session.all_updates has just changed)": here}
+
     def state(self) -> dict[str, Any]:
-        """State that all ranks have alike: outer parameters, momentum, means not merged yet."""
+        """State that all ranks have alike: outer parameters, momentum, means not merged yet; but
+        for the number of updates under ``stretch``."""
         self._settle_down()
         return {
             "updates": self._position,
             "config": self._config.document(full=True),
+            "settled": not self._undecided,
             "meetings": [meeting.state() for meeting in self._meetings],
         }
 
@@ -397,16 +417,19 @@ class LocalTraining:
         self.check_outside("restore")
         self._exchanges.land()  # a thread still writes into what is replaced
         saved = None if state is None else LocalConfig.model_validate(state["config"])
+        if state is not None and saved is not None and self._config.auto:
+            if state.get("settled") or not saved.auto:  # the saved run has chosen already
+                self._undecided, self._why = False, "as in the run that was saved"
+            if not saved.auto:
+                self._take_over(saved, saved.warm_up)
         if state is None or saved is None or saved.auto or state["updates"] < saved.warm_up:
             self.updates = steps if state is None else state["updates"]
             self._clock = max(self.updates - self._config.warm_up, 0)
+            self._pace.waited = None
             self.own_state = None  # ranks that average gradients have all in common
             self.parameters_loaded()
             self._engine.leave(not self.warms_up)
             return
-        if self._config.auto:  # the saved run has chosen already
-            self._take_over(saved, saved.warm_up)
-            self._undecided, self._why = False, "as in the run that was saved"
         if saved.fragments != self._config.fragments:
             raise UsageError(
                 f"this state has local.fragments {saved.fragments}, this run "

@@ -95,7 +95,7 @@ def is_part(state: Mapping[str, Any], mark: Mapping[str, int] | None = None) -> 
     found = state.get(MARK)
     if found is None and {"rank", "ranks", "optimizer"} <= state.keys():
         found = state  # with what joins it to the others'
-    if found is None or state.get(MARK) == mark:
+    if found is None or (mark is not None and state.get(MARK) == mark):
         return found is not None
     here = "a whole state"
     if mark is not None:

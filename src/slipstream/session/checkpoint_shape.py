@@ -289,6 +289,8 @@ def _local(value: Any) -> Mistakes:
         yield _wrong("local", value, "a mapping or None")
         return
     yield from _count("local.updates", value.get("updates"))
+    if not isinstance(value.get("settled", False), bool):
+        yield _wrong("local.settled", value["settled"], "true or false")
     config = value.get("config")
     if not isinstance(config, Mapping):
         yield _wrong("local.config", config, "a mapping")

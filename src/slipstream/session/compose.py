@@ -220,7 +220,6 @@ def _heartbeat(
         folder=Path(checks.folder),
         progress=progress,
         spins=cluster.device.type != "cpu",
-        waits_long=strategy.local is not None and strategy.local.rendezvous is not None,
     )
     handles.push(heartbeat.leave)
     return heartbeat
@@ -282,7 +281,7 @@ def _proof(
     if config.every is None:
         return None
     store = None
-    if name is not None and not isinstance(local, OpenTraining):
+    if name is not None:
         store = PrefixStore(f"slipstream/proof/{name}", given.cluster.store)
     model, optimizer = given.model, given.optimizer
     proof = Proof(

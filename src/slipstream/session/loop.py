@@ -299,6 +299,8 @@ class TrainingLoop:
         self.whole.check_gradients()
         self.whole.complete()
         self.tracer.flush_begins()
+        if self.proof is not None:
+            self.proof.begin(self.steps)
         began = time.perf_counter()
         self.engine.begin(exchange=True, scale=self.window.scale, loss_scale=self.window.loss_scale)
         try:
@@ -324,7 +326,9 @@ class TrainingLoop:
         which shows when it calls backward again.
         """
         while self.local is not None and self._meetings_due:
+            began = time.perf_counter()
             self.local.updated(self._meetings_due.pop(0))
+            self.progress.waited += time.perf_counter() - began
 
     def _update(self) -> bool:
         skip = self._begin_update(by_hand=False)

@@ -67,6 +67,7 @@ class Proof:
         store: Store | None,
     ) -> None:
         self._store, self._meetings = store, 0
+        self._loads = 0  # of states, in which ranks take part alike
         self._every, self._replays = config.every, config.replay
         self._model, self._optimizer, self._engine = model, optimizer, engine
         self._dims, self._sharding, self._local = dims, sharding, local
@@ -83,13 +84,16 @@ class Proof:
         return self._every is not None and (step + 1) % self._every == 0
 
     def forget(self) -> None:
-        """Something was loaded: what codecs keep is not that of the last update."""
-        self._kept = None
+        """A state was loaded, on all ranks: what codecs keep is its own, and meetings are counted
+        from its number."""
+        self._kept = self._lost = None
+        self._meetings = 0
+        self._loads += 1
 
     # In the order of an update.
 
     def begin(self, step: int) -> None:
-        """A backward pass that ends in an exchange begins."""
+        """An exchange begins, mostly with a backward pass."""
         kept, self._kept = self._kept, None
         if kept is not None and (changed := _changed(kept, self._engine.codec_sample())):
             self._lost = self._lost or (step, changed)
@@ -244,9 +248,10 @@ class Proof:
         self._meetings = done // local.meetings_in(every)
         own = {name: digest([tensor]) for name, tensor in local.alike().items()}
         rank, ranks = self._dims.data_rank, len(self._dims.data_ranks)
-        store.set(f"meeting/{done}/{rank}", json.dumps(own))
+        place = f"meeting/{self._loads}/{done}"
+        store.set(f"{place}/{rank}", json.dumps(own))
         for other in range(ranks) if rank == 0 else (0, (rank + 1) % ranks):
-            key = f"meeting/{done}/{other}"
+            key = f"{place}/{other}"
             if other == rank or not store.check([key]):
                 continue
             theirs = json.loads(store.get(key))

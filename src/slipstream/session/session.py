@@ -289,7 +289,11 @@ class Session(Generic[M, O]):
 
         That is how many batches the present pass has given (under ``data.balance`` samples), or the
         ``state_dict()`` of a loader that has one; not their order, nor random numbers: see
-        `restore`. The same on every rank. Call it on every rank: the codecs' state is gathered.
+        `restore`.
+
+        The same on every rank, but that under ``local`` a rank that alone has skipped an update has
+        its own number of updates, and its own loss scale. Call it on every rank: the codecs' state
+        is gathered.
 
         Raises:
             UsageError: inside an accumulation window, whose gradients no checkpoint holds.
@@ -503,6 +507,15 @@ class Session(Generic[M, O]):
         if self._loop.local is not None:
             return self._loop.local.all_updates
         return self._loop.steps * self.data_size
+
+    @property
+    def common_updates(self) -> int:
+        """Updates as all ranks count them alike, for what they do together every so often:
+        `updates`; under ``local`` those that one rank has skipped, too, and with ``stretch``
+        `all_updates`."""
+        self._must_be_open("common_updates")
+        local = self._loop.local
+        return self._loop.steps if local is None else local.common_updates
 
     @property
     def skipped(self) -> int:

@@ -97,22 +97,34 @@ class SessionState:
 
         Raises:
             UsageError: the state is another version's or another model's.
-            MismatchError: ranks load different states.
+            MismatchError: ranks load different states, or are at different places of a round, as
+                ``local.stretch`` lets them.
         """
         mesh, control = self.dims.mesh, self.dims.control
         trainable = {
             name: p.numel() * (2 if p.is_complex() else 1)
             for name, p in self.model.named_parameters()
-            if p.requires_grad
+            if p.requires_grad or name in self.names  # frozen since: as in the state
         }
         ranks = mesh.data * mesh.model_parallel if mesh.model_parallel > 1 else None
         error = checkpoint.refusal(state, trainable, ranks)
         if control is not None:
             # one that is damaged may have no digest
-            digest = checkpoint.digest(state) if error is None else str(error)
-            agree({"state": digest}, control, error)
+            digest = checkpoint.digest(self._in_common(state)) if error is None else str(error)
+            place = {} if self.local is None else self.local.place
+            agree({**place, "state": digest}, control, error)
         elif error is not None:
             raise error
+
+    def _in_common(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Leave out what ranks that train on their own have apart: one alone may skip an update."""
+        local = state.get("local")
+        if self.local is None or local is None:
+            return state
+        common = {key: state[key] for key in state if key not in ("steps", "loss_scale")}
+        if local["config"].get("stretch"):
+            common["local"] = {key: local[key] for key in local if key != "updates"}
+        return common
 
     def load(self, state: Mapping[str, Any]) -> int:
         """Restore what ``state()`` returned and `check` accepts; returns the number of updates."""
