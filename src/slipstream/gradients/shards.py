@@ -189,8 +189,9 @@ class Shards:
     def begin(self) -> None:
         """A backward pass begins: gradients of this rank may accumulate, and exchanges overwrite
         the memory in which averages arrived."""
-        if self.delivered:
-            self.adopt()
+        if not self.delivered:  # what this rank has gathered since stays
+            return
+        self.adopt()
         self.delivered = False
         for parameter, gradient in self.gradients.items():
             parameter.grad = None
