@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
@@ -102,6 +104,48 @@ def added_in_no_sync(run: Loop) -> None:
         with run.no_sync():
             run.backward(scale=8.0)
         run.step()
+
+
+@habit("accumulate by hand: the last backward alone outside no_sync()", "session")
+def accumulated_by_hand(run: Loop) -> None:
+    run.start()
+    for _ in range(3 * run.accumulate):
+        for _ in range(2):
+            with run.no_sync():
+                run.backward()
+        run.backward()
+        run.step()
+
+
+@habit("a look at own gradients in no_sync(), zeroed", "session")
+def looked_at_in_no_sync(run: Loop) -> None:
+    run.start()
+    for _ in range(3):
+        with run.no_sync():
+            run.backward()
+        run.optimizer.zero_grad()
+        run.update()
+
+
+@habit("a backward fails in no_sync(), zeroed, and on", "session")
+def failed_in_no_sync(run: Loop) -> None:
+    def fails(model: nn.Module, batch: Batch) -> Tensor:
+        loss = mse(model, batch)
+        loss.register_hook(_refuse)
+        return loss
+
+    run.start()
+    for _ in range(2):
+        with run.no_sync():
+            run.backward()
+            with contextlib.suppress(ZeroDivisionError):
+                run.backward(fails)
+        run.optimizer.zero_grad()
+        run.update(times=2)
+
+
+def _refuse(gradient: Tensor) -> Tensor:
+    raise ZeroDivisionError
 
 
 @habit("accumulate: zeroed at the top of the loop", "session")
