@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import pickle
 import signal
@@ -126,9 +127,36 @@ class Evil:
 def test_reading_runs_no_code(tmp_path: Path) -> None:
     three_saved(tmp_path)
     path = tmp_path / "update-00000003"
-    (path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    index = path / ".metadata"
+    index.write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError, match=r"\.metadata has 47 bytes instead of"):
+        read(path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][index.name] = folders.checksum(index)
+    (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=r"names posix\.mkdir, which no index does"):
         read(path)
+
+
+def test_a_run_that_counts_less_keeps_its_checkpoints(tmp_path: Path) -> None:
+    """As one on fewer ranks, under ``local.stretch``, counts less than what it goes on from."""
+    there = folders.Folder(tmp_path)
+    for updates in (800, 900, 1000, 520, 540):
+        writing = there.temporary(updates)
+        writing.mkdir()
+        kept = there.commit(writing, updates, keep=3)
+        assert kept in there.complete()
+    assert [path.name for path in there.complete()][1:] == [
+        "update-00001000.1", "update-00001000.2",
+    ]  # fmt: skip
+
+
+def test_what_a_killed_run_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
+    left = ["writing-00000003", "removed-update-00000001", "removed-update-00000001.2"]
+    for name in [*left, "writing-prompts", "removed-2019"]:
+        (tmp_path / name).mkdir()
+    folders.Folder(tmp_path).sweep()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["removed-2019", "writing-prompts"]
 
 
 # Full disks.
