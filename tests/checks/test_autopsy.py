@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from slipstream.checks.autopsy import Autopsy, RankCase, RankState, by_stack, ranks_named
@@ -139,6 +141,17 @@ def test_a_killed_run_has_what_its_ranks_have_left(tmp_path):
     autopsy = Autopsy.read(tmp_path)
     assert autopsy.blamed == (1,)
     assert autopsy.reason == "the run was ended from outside"
+
+
+def test_what_a_later_run_has_left_counts_more_than_an_earlier_autopsy(tmp_path):
+    earlier = found(case(0), case(2, **ELSEWHERE))
+    whole = tmp_path / "autopsy.json"
+    whole.write_text(earlier.model_dump_json())
+    for one in (case(0), case(1, **ELSEWHERE)):
+        (tmp_path / f"rank{one.state.rank}.json").write_text(one.model_dump_json())
+    assert Autopsy.read(tmp_path) == earlier  # ranks go on noting for a while
+    os.utime(whole, (0, 0))
+    assert Autopsy.read(tmp_path).blamed == (1,)
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", '{"version": 1}', "\x00\xff"])
