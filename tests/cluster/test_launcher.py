@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.cluster._ends import End
+from slipstream.cluster._ends import End, Ends
 from slipstream.cluster._logs import last_traceback
 from slipstream.cluster.launcher import LaunchSpec, RankFailure, blame
 from slipstream.errors import LaunchError
@@ -129,3 +129,15 @@ def test_who_began_it_is_blamed(
     assert (failure.rank, failure.exit_code, failure.missing) == (rank, code, missing)
     assert ("misses another rank" in failure.cause) == missing
     assert ("while the others were still training" in failure.cause) == (failure.returncode == 0)
+
+
+def test_notes_of_an_earlier_run_on_more_ranks_go(tmp_path: Path) -> None:
+    kept = ["rank1.log", "rank3.log", "rank3.json"]
+    for name in (*kept, "rank0.exit", "rank1.exit", "rank3.exit", "rank12.restart1.leaving"):
+        (tmp_path / name).write_text("")
+    ends = Ends()
+    env = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "0"}
+    ends.watch({0: env}, {0: tmp_path / "rank0.log"})
+    ends.close(forget=False)
+    # that of rank 1 is for its own launcher to remove
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, "rank1.exit"])
