@@ -24,6 +24,10 @@ LACKS = {
     "what a script computes of them is of the shards (docs/parallel.md)",
     "one update": "each rank updates on its own gradients, and skips its own updates: what is not "
     "linear in them, and the optimizer's state, differ from rank to rank (docs/local.md)",
+    "updates of one pass": "gradients that are zeroed between two passes end an update, after "
+    "which ranks may meet: with an even number of updates from meeting to meeting they do not "
+    "(docs/local.md)",
+    "first rank's buffers": "ranks that meet average the buffers that each has (docs/local.md)",
     "own batches": "ranks that share a model train on the same batches, so none differs",
 }
 
@@ -41,8 +45,10 @@ def not_applicable(technique: Technique, habit: Habit) -> str | None:
         lacking.add("vmap")
     if technique.deals:
         lacking.add("same batches")
-    if "local" in technique.strategy and technique.bound is not None:
-        lacking.add("one update")
+    if "local" in technique.strategy:
+        lacking |= {"updates of one pass", "first rank's buffers"}
+        if technique.bound is not None:
+            lacking.add("one update")
     parallel = technique.strategy.get("parallel", {})
     if technique.shares_batches:
         lacking |= {"own batches", "all gradients"}

@@ -58,6 +58,48 @@ def batch_norm(run: Loop) -> None:
     run.update(times=3)
 
 
+@habit(
+    "batch norm, a forward between backward and step",
+    "same batches",
+    "whole batches",
+    "first rank's buffers",
+    own_buffers=True,
+)
+def batch_norm_in_between(run: Loop) -> None:
+    run.model.plugs.extend([nn.Tanh(), nn.BatchNorm1d(WIDTH)])
+    run.start()
+    for number in range(3):
+        run.gradients()
+        shape = run.model.body.shape
+        seed = torch.Generator().manual_seed(number)
+        with torch.no_grad():
+            run.model(torch.randn(4, *shape, generator=seed))
+        run.step()
+
+
+@habit(
+    "weights moved along the gradients, and back before step()",
+    *("whole parameters", "optimizer's momentum", "updates of one pass"),
+)
+def sharpness_aware(run: Loop) -> None:
+    """Sharpness-aware minimisation (Foret et al. 2021) takes two backward passes an update."""
+    run.start()
+    for _ in range(3):
+        run.gradients()
+        moves = [None if p.grad is None else 0.05 * p.grad for p in run.model.parameters()]
+        with torch.no_grad():
+            for p, move in zip(run.model.parameters(), moves, strict=True):
+                if move is not None:
+                    p.add_(move)
+        run.optimizer.zero_grad()
+        run.gradients()
+        with torch.no_grad():
+            for p, move in zip(run.model.parameters(), moves, strict=True):
+                if move is not None:
+                    p.sub_(move)
+        run.step()
+
+
 @habit("accumulate: an epoch's last window is partial, flushed", "session")
 def partial_window_flushed(run: Loop) -> None:
     run.start(accumulate=2)
