@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import Store
 
 from slipstream.checks.digest import Digest, digest
 from slipstream.checks.sketch import AverageSamples, divided_again, wrong_average
-from slipstream.errors import ProofError
+from slipstream.errors import ProofError, UsageError
 from slipstream.gradients.compressed import CodecSample
 from slipstream.gradients.interface import GradientEngine
 from slipstream.local.training import LocalTraining
@@ -109,15 +109,25 @@ class Proof:
 
         Raises:
             ProofError: they differ.
+            UsageError: torch refuses, as a part of the model is computed again by a reentrant
+                checkpoint.
         """
         if not self._replays or not self.is_due(step):
             return
         named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
         parameters = [p for _, p in named]
-        twice = [
-            torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-            for _ in range(2)
-        ]
+        try:
+            twice = [
+                torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+                for _ in range(2)
+            ]
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            raise UsageError(
+                "checks.replay beside torch.utils.checkpoint(use_reentrant=True), through which "
+                "torch computes no gradients twice: set use_reentrant=False, or leave replay out"
+            ) from error
         for (name, _), one, other in zip(named, *twice, strict=True):
             if one is not None and digest([one]) != digest([other]):
                 raise ProofError(

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tests.conformance.habit import habit
 from tests.conformance.loop import Batch, Loop, mse
+from tests.conformance.models import WIDTH
 
 
 def _module_hooks(run: Loop) -> list[int]:
@@ -259,3 +261,30 @@ def profiled(run: Loop) -> None:
     with torch.profiler.profile():  # stops while what an update leaves is on its way
         run.update()
     run.update()
+
+
+class Recomputed(nn.Module):
+    """Layers that torch computes once more in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        again: Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return again
+
+
+@habit("torch.utils.checkpoint in the model")
+def recomputed(run: Loop) -> None:
+    run.model.plugs.extend([Recomputed(False), nn.Tanh()])
+    run.start()
+    run.update(times=3)
+
+
+@habit("torch.utils.checkpoint in the model, reentrant")
+def recomputed_reentrant(run: Loop) -> None:
+    run.model.plugs.extend([Recomputed(True), nn.Tanh()])
+    run.start()
+    run.update(times=3)
