@@ -111,6 +111,31 @@ def test_ranks_save_together_though_one_has_skipped_an_update(two: Ranks, tmp_pa
     assert len(Checkpoints(tmp_path).paths) == 3
 
 
+def drawn(folder: str, strategy: Any, seed: int) -> torch.Tensor:
+    """Random numbers after a checkpoint was saved or restored; ``seed`` is that of this run."""
+    with opened(strategy) as session:
+        saved = Checkpoints(folder)
+        torch.manual_seed(seed + session.rank)
+        if not saved.restore(session):
+            session.backward(session.model(words(0)).square().mean())
+            session.step()
+            saved.save(session, wait=True)
+        return torch.rand(3)
+
+
+def test_as_many_ranks_on_another_mesh_draw_numbers_of_their_own(
+    two: Ranks, tmp_path: Path
+) -> None:
+    first = two.run(drawn, str(tmp_path), {}, 5)
+    again = two.run(drawn, str(tmp_path), {}, 7)
+    split = {"tensor": {"ranks": 2, "plan": {"inner": "column", "outer": "row"}}}
+    other = two.run(drawn, str(tmp_path), {"parallel": split}, 7)
+    for rank in range(2):
+        own = torch.rand(3, generator=torch.Generator().manual_seed(7 + rank))
+        assert torch.equal(again[rank], first[rank])
+        assert torch.equal(other[rank], own)
+
+
 def test_also_states_and_random_numbers_are_kept_and_read_as_data(tmp_path: Path) -> None:
     class Counter:
         epochs = 7

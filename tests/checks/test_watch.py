@@ -19,6 +19,7 @@ from slipstream.checks.dumps import Dumps
 from slipstream.checks.processes import ranks_below, uses_device
 from slipstream.checks.watched_host import WatchedHost
 from slipstream.cli import main
+from slipstream.cli.watch import _signals_passed_on
 from slipstream.errors import LaunchError
 
 HERE = Path(__file__).parent
@@ -206,3 +207,15 @@ def test_on_a_device_moving_on_is_the_sign_of_life(tmp_path, monkeypatch, code, 
     assert (most < 5) == lives
     process.wait()
     assert host.look(time.monotonic()).ranks[0].ended == "ended its process"
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    """As SIGHUP is under nohup; the command has inherited that."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with subprocess.Popen(["true"]) as child, _signals_passed_on(child) as passed_on:
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGUSR1)
+        assert passed_on == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -84,6 +84,11 @@ WRONG = {
         {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
         "leave out one of the two",
     ),
+    "ranks in a rank": (
+        ["--ranks", "4"],
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+        "--ranks 4 starts ranks, but a launcher has started this one already",
+    ),
 }
 
 
@@ -101,6 +106,22 @@ def test_mistakes_are_reported_before_anything_starts(
     assert (ended.value.code, out) == (2, "")
     assert said in " ".join(err.replace("│", "").split())
     assert os.listdir(tmp_path) == []
+
+
+def test_a_launcher_of_one_rank_counts_as_none(tmp_path: Path, monkeypatch) -> None:
+    started = []
+    monkeypatch.chdir(tmp_path)
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in rank.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("it became that rank"))
+    monkeypatch.setattr(command, "run_on_this_host", lambda *given: started.append(given[2]) or 0)
+    for words in (["network", "--ranks", "4"], ["links"]):
+        monkeypatch.setattr(sys, "argv", ["slipstream", "doctor", *words])
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        assert ended.value.code == (0 if "network" in words else 2)  # one host has no link
+    assert started == [4]
 
 
 def test_a_single_rank_is_an_error(tmp_path: Path, monkeypatch, capfd) -> None:

@@ -20,6 +20,7 @@ from slipstream.cli.scale import curve, parse_ranks, plot
 from slipstream.errors import LaunchError
 from slipstream.trace.chrome import read
 from slipstream.trace.event import ITERATION
+from slipstream.tuner.trials import Failure, Trials
 from tests.harness.training import Training
 
 SCALE = [sys.executable, "-m", "slipstream", "scale"]
@@ -53,9 +54,10 @@ def scale(monkeypatch, capfd, tmp_path) -> Iterator[Callable[..., tuple[int, str
         out, err = capfd.readouterr()
         return ended.value.code or 0, out, " ".join(re.sub("[^ -~]", " ", err).split())
 
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield run
-    signal.signal(signal.SIGTERM, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def test_each_number_of_ranks_is_measured_and_nothing_is_left_running(tmp_path: Path) -> None:
@@ -118,6 +120,31 @@ def test_a_missing_script_is_found_before_anything_runs(scale) -> None:
     assert code == 2
     assert "'nowhere.py' does not exist" in err
     assert not Path("out").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_the_option(scale) -> None:
+    code, _, err = scale(TRAIN, "--folder", "train.py")
+    assert code == 2
+    assert "train.py cannot be made: File exists; choose another place by --folder" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_unwind_it_and_ignored_ones_stay_ignored(scale, monkeypatch, number) -> None:
+    ended = []
+
+    def run(*_: object) -> Failure:
+        try:
+            signal.raise_signal(signal.SIGHUP)  # ignored, or the one that is tried
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            ended.append(number)
+        raise AssertionError
+
+    monkeypatch.setattr(Trials, "run", run)
+    ignored = number is signal.SIGTERM
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.default_int_handler)
+    code, _, _ = scale(TRAIN)
+    assert (code, ended) == (128 + number, [number])
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,,2", "two", "-1", "1.5"])

@@ -157,6 +157,13 @@ def test_a_mistake_is_found_before_anything_starts(slipstream, words, message) -
     assert not Path("slipstream-logs").exists()
 
 
+def test_a_folder_of_logs_that_cannot_be_made_is_named(slipstream) -> None:
+    Path("slipstream-logs").touch()
+    code, _, err = slipstream("tuned.py")
+    assert code == 2
+    assert "cannot be made: Not a directory; start it in a folder that can be written" in err
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_while_a_trial_runs_it_leaves_no_process(tmp_path, number) -> None:
     (tmp_path / "tuned.py").write_text("import time; time.sleep(100)")

@@ -226,6 +226,52 @@ def test_gradients_accumulate_and_those_of_replicated_parameters_are_summed(
     assert actual[0]["replicated"] == actual[1]["replicated"] == [(0, 1)] * len(both | twice)
 
 
+class SometimesScaled(nn.Sequential):
+    """Parameters of the whole model, which both stages hold; the second one is never used."""
+
+    scales = True
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 3), nn.Linear(3, 1))
+        self.scale, self.unused = (nn.Parameter(torch.full((2,), 2.0)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self[1](self[0](x))
+        return y * self.scale[0] if self.scales else y
+
+
+def unused_parameters(stages: bool) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
+    """Gradients of both after a pass that uses one, after one more that does not, and after that
+    alone."""
+    torch.manual_seed(0)
+    model = SometimesScaled()
+    x, y = torch.ones(4, 3), torch.zeros(4, 1)
+    pipeline = Pipeline(model, cut=["1"], micro_batches=2) if stages else None
+    found = []
+    for scales in (True, False, None):
+        if scales is None:
+            model.zero_grad()
+        model.scales = bool(scales)
+        if pipeline is not None:
+            pipeline.forward_backward(F.mse_loss, (x,), target=y)
+        else:
+            F.mse_loss(model(x), y).backward()
+        grads = (model.scale.grad, model.unused.grad)
+        found.append(tuple(None if g is None else g.clone() for g in grads))
+    if pipeline is not None:
+        pipeline.close()
+    return found  # type: ignore[return-value]
+
+
+def test_a_parameter_that_no_stage_has_used_has_no_gradient(two) -> None:
+    expected = unused_parameters(stages=False)
+    for actual in two.run(unused_parameters, True):
+        for (scale, unused), (plain, _) in zip(actual, expected, strict=True):
+            assert unused is None
+            torch.testing.assert_close(scale, plain)
+    assert [scale is None for scale, _ in expected] == [False, False, True]
+
+
 def test_parameters_of_other_stages_keep_no_memory(two) -> None:
     first, second = (one["memory"] for one in two.run(gradients_of, "gpt2", "1f1b", 4, 2))
     assert first["transformer.h.1.mlp.c_fc.weight"] == 32 * 128 * 8

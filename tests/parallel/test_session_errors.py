@@ -102,6 +102,24 @@ def test_layerwise_optimizers_and_strategies_that_differ_are_refused(four: Ranks
     four.run(lamb_is_refused)
 
 
+def a_layer_is_thawed() -> None:
+    """Its gradients would be summed over ranks by hooks, which it has not got."""
+    model = CASES["gpt2"].build()
+    norm = model.inner.transformer.ln_f.requires_grad_(False)
+    config = {"parallel": {"tensor": {"ranks": 2, "sequence": True}}}
+    with slipstream.accelerate(model, sgd(model), strategy=config) as session:
+        session.backward(session.model(*CASES["gpt2"].batch(0)))
+        session.step()
+        norm.requires_grad_(True)
+        loss = session.model(*CASES["gpt2"].batch(1))
+        with pytest.raises(UsageError, match=r"frozen at accelerate\(\) .* inner.*ln_f.weight"):
+            session.backward(loss)
+
+
+def test_a_layer_thawed_later_is_refused_also_without_data_parallel_peers(two: Ranks) -> None:
+    two.run(a_layer_is_thawed)
+
+
 def different_batches_of_stages() -> None:
     task, model = TASKS["gpt2"], TASKS["gpt2"].build()
     config = {"parallel": parallel_config("gpt2", tensor=False, schedule="1f1b")}

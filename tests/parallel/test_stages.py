@@ -176,7 +176,12 @@ def test_more_than_one_tensor() -> None:
         (
             lambda m, x: m.first(x) + m.second(m.first(x)),
             ["second"],
-            "stage 1 on rank 0: NaN comes out of stage 1, since a value .* before 'second' is used",
+            "stage 1 on rank 0: NaN comes out of stage 1: .* from before 'second' is used after it",
+        ),
+        (
+            lambda m, x: m.second(m.first(x)).neg().sqrt() + torch.nan,
+            ["second"],
+            "stage 1 on rank 0: NaN comes out .* or the model itself computes NaN there",
         ),
         (
             lambda m, x: nn.functional.linear(m.second(m.first(x)), m.first(x).T @ m.first(x)),

@@ -194,6 +194,26 @@ def test_a_second_optimizer_without_averages_is_refused(two: Ranks) -> None:
             assert "before session.step()" in text
 
 
+def test_a_second_optimizer_is_watched_also_after_a_step_that_raised() -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    model = model_of()
+    mine, other = two_of_a_model(model)
+    batch = batches()[0, 0]
+    with warnings.catch_warnings(action="ignore"), slipstream.accelerate(model, mine) as session:
+        session.backward(loss_of(model, batch))
+        hook = mine.register_step_pre_hook(fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            mine.step()
+        hook.remove()
+        model.zero_grad()
+        with session.no_sync():
+            session.backward(loss_of(model, batch))
+            with pytest.raises(UsageError, match=r"step of another optimizer \(SGD\)"):
+                other.step()
+
+
 # Skipped updates, states.
 
 

@@ -17,7 +17,7 @@ from slipstream.checkpoint.folder import BrokenCheckpoint, Folder, check
 from slipstream.checkpoint.stopping import StopSignals
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import CheckpointError, UsageError
-from slipstream.parallel.dims import gather_objects
+from slipstream.parallel.dims import gather_objects, mesh_of
 from slipstream.session.session import Session
 from slipstream.strategy import Row
 from slipstream.transport.consistency import agree
@@ -295,7 +295,8 @@ class Checkpoints:
     def _take(self, session: AnySession, saved: Sequence[Mapping[str, Any]]) -> None:
         states = [{k: v for k, v in one.items() if k != BESIDE} for one in saved]
         session.restore([state for state in states if state])
-        same = len(saved) == session.world_size
+        mesh = saved[0][BESIDE].get("mesh", _mesh(session))
+        same = len(saved) == session.world_size and mesh == _mesh(session)
         mine = saved[session.rank if same else 0][BESIDE]
         if missing := sorted({*self._also} - {*mine["also"]}):
             warnings.warn(
@@ -305,7 +306,7 @@ class Checkpoints:
         for name, keeper in self._also.items():
             if name in mine["also"]:
                 keeper.load_state_dict(mine["also"][name])
-        if not same:  # random numbers of other ranks: each goes on with its own
+        if not same:  # random numbers of other ranks or places: each goes on with its own
             return
         loader = _loader_of(session)
         if mine["pass"] is not None and loader is not None:
@@ -321,6 +322,7 @@ class Checkpoints:
             beside = {
                 "also": {name: keeper.state_dict() for name, keeper in self._also.items()},
                 "random": randomness.state(),
+                "mesh": _mesh(session),
                 "pass": None if loader is None else loader.drawn_with,
             }
             state = session.checkpoint(sharded=True)
@@ -411,6 +413,11 @@ def _loader_of(session: AnySession) -> UnevenInputLoader | None:
         return session.loader
     except UsageError:
         return None
+
+
+def _mesh(session: AnySession) -> dict[str, int]:
+    """The ranks along each axis: what a rank computes is told by its number and these."""
+    return mesh_of(session.strategy.parallel, session.world_size).sizes
 
 
 def _advice(where: str, keep: int) -> str:

@@ -6,12 +6,14 @@ Never trains and never measures: whatever runs on the ranks is passed in.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -31,10 +33,31 @@ def log_folder(prefix: str = "") -> Path:
     return Path("slipstream-logs", f"{prefix}{time.strftime('%F_%H-%M-%S')}-{os.getpid()}")
 
 
+def make_log_folder(folder: Path, fix: str) -> None:
+    """Make the folder of a command's runs; ``fix`` says how to choose another.
+
+    Raises:
+        LaunchError: it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"{folder} cannot be made: {error.strerror}; {fix}") from None
+    if not os.access(folder, os.W_OK):
+        raise LaunchError(f"{folder} cannot be written; {fix}")
+
+
 def threads_per_rank(ranks: int) -> str:
     """``OMP_NUM_THREADS`` if it is set, else the cores of this host shared out among its ranks."""
     cores = len(os.sched_getaffinity(0))
     return os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // max(ranks, 1)))
+
+
+def launched() -> Environment | None:
+    """The launcher's settings where this process is one of several ranks; a shell of a cluster has
+    one task, and is none."""
+    here = Environment.read(os.environ, socket.gethostname())
+    return here if here.source != "none" and here.world_size > 1 else None
 
 
 def refuse_launcher(command: str) -> None:
@@ -43,12 +66,23 @@ def refuse_launcher(command: str) -> None:
     Raises:
         LaunchError: a launcher has started this process.
     """
-    here = Environment.read(os.environ, socket.gethostname())
-    if here.source != "none" and here.world_size > 1:  # else a shell of a cluster, with one task
+    if here := launched():
         raise LaunchError(
             f"a launcher ({here.source}) has started this as rank {here.rank}, but this command "
             f"starts the ranks itself. Run it once, without a launcher: {command}"
         )
+
+
+def end_on_signals() -> None:
+    """Let SIGTERM and SIGHUP end this command as Ctrl-C does, with all processes of a run; not one
+    that is ignored, as under nohup."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, end)
 
 
 def slipstream(command: str, *words: str, **options: object) -> list[str]:

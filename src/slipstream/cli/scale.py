@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +24,14 @@ from slipstream.analysis.compact_table import compact
 from slipstream.analysis.throughput import compute_share, iterations_per_second, samples_per_second
 from slipstream.analysis.time_unit import TimeUnit
 from slipstream.cli.options import Script, ScriptArgs, StrategyOption
-from slipstream.cli.ranks import log_folder, refuse_launcher, slipstream, threads_per_rank
+from slipstream.cli.ranks import (
+    end_on_signals,
+    log_folder,
+    make_log_folder,
+    refuse_launcher,
+    slipstream,
+    threads_per_rank,
+)
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.errors import LaunchError
 from slipstream.files.write import write_whole
@@ -87,8 +93,8 @@ def scale(
     words = [script, *(args or [])]
     LaunchSpec(script=script, log_dir=folder)  # checks that the script exists
     traces: dict[int, Trace] = {}
-    # As Ctrl-C does, SIGTERM unwinds the stack, which ends the ranks of the current run.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    make_log_folder(folder, "choose another place by --folder")
+    end_on_signals()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("")

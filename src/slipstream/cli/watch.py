@@ -149,7 +149,8 @@ def _signals_passed_on(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, number)
 
-    before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
+    heard = [n for n in _PASSED_ON if signal.getsignal(n) is not signal.SIG_IGN]  # not of nohup
+    before = {number: signal.signal(number, pass_on) for number in heard}
     try:
         yield passed_on
     finally:

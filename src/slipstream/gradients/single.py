@@ -6,13 +6,15 @@ parallel peers use it, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from slipstream.gradients.finite import all_finite, first_nonfinite
 from slipstream.gradients.interface import GradientEngine
+from slipstream.gradients.messages import unfrozen
+from slipstream.gradients.segments import NamedParameter
 from slipstream.strategy import SplitConfig
 
 
@@ -24,6 +26,8 @@ class SingleReplicaEngine(GradientEngine):
         split: of the strategy; there is nothing to split.
         looks: whether gradients that are not finite are looked for.
         any_rank: whether a flag is up on any rank that shares this model.
+        frozen: parameters that must stay frozen, as their gradients are not those of this rank
+            alone: `begin` raises UsageError where one requires a gradient.
 
     Exactness: bitwise against a plain training loop.
     """
@@ -37,14 +41,19 @@ class SingleReplicaEngine(GradientEngine):
         *,
         looks: bool = False,
         any_rank: Callable[[bool], bool] = bool,
+        frozen: Sequence[NamedParameter] = (),
     ) -> None:
         self._names, self._parameters = tuple(parameters), tuple(parameters.values())
         self.split, self._looks, self._any_rank = split, looks, any_rank
+        self._frozen = frozen
         self._exchange = False
         self._scale = self._loss_scale = 1.0
         self._applied = 1.0  # what gradients were multiplied with already
 
     def begin(self, *, exchange: bool, scale: float, loss_scale: float = 1.0) -> None:
+        thawed = [t.name for t in self._frozen if t.parameter.requires_grad]
+        if thawed:
+            raise unfrozen(thawed)
         self._multiply(1 / self._applied)  # autograd adds to these gradients: all need one scale
         self._applied = 1.0
         self._exchange, self._scale, self._loss_scale = exchange, scale, loss_scale

@@ -237,11 +237,15 @@ def install_local(
 
 def _alone(given: Given) -> SingleReplicaEngine:
     """The engine of a rank that averages with no other."""
+    # Layers that are split sum gradients, and meetings average parameters: of those found trainable
+    # at the start.
+    shares = given.dims.tensor.size > 1 or given.strategy.local is not None
     return SingleReplicaEngine(
         dict(given.model.named_parameters()),
         given.strategy.gradients.split,
         looks=given.looks,
         any_rank=given.dims.any_rank,
+        frozen=parameters_of(given.model, trainable=False) if shares else (),
     )
 
 

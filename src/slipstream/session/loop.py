@@ -93,6 +93,7 @@ class TrainingLoop:
         self._on_nonfinite, self.proof = on_nonfinite, proof
         self.steps = self.skipped = self.backwards = 0
         self._parameters = tuple(model.parameters())
+        self._hooks: StepHooks | None = None
         self._compared = False  # the first batches of ranks that share the model
         # Where in an update the loop is:
         self._local_only = False  # inside no_sync()
@@ -133,6 +134,7 @@ class TrainingLoop:
 
     def attach(self, hooks: StepHooks) -> None:
         """Learn of every step of the optimizer."""
+        self._hooks = hooks
         hooks.attach(self._step_begins, self._step_ends, self._other_steps)
 
     # Backward passes.
@@ -190,6 +192,8 @@ class TrainingLoop:
         Ranks that share a model need the same batches; the first ones are compared.
         """
         self._must_be_whole()
+        if self._hooks is not None:  # a step by hand may have raised, and the script gone on
+            self._hooks.broken_off()
         if self.local is not None:
             self.local.check()
             self.window.island = None if self.local.warms_up else self.local.island.ranks

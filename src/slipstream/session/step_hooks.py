@@ -46,6 +46,10 @@ class StepHooks:
         if hasattr(self._optimizer, "register_step_post_hook"):
             self._hooks.append(self._optimizer.register_step_post_hook(eager(self._post)))
 
+    def broken_off(self) -> None:
+        """A step that has begun has ended by an error, if it has not ended."""
+        self._inside = False
+
     def close(self) -> None:
         """Take the hooks off; idempotent."""
         while self._hooks:

@@ -43,7 +43,8 @@ def main() -> None:
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
         sys.exit(127)
-    for number in FORWARDED:
+    heard = [n for n in FORWARDED if signal.getsignal(n) is not signal.SIG_IGN]  # not of nohup
+    for number in heard:
         signal.signal(number, lambda number, _: child.send_signal(number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     status = child.wait()

@@ -1,14 +1,13 @@
 """``slipstream doctor``: look at hosts and network before training relies on them.
 
-``network`` and ``links`` start the ranks, or become one under a launcher; ``measure`` or ``links``
-runs on each. ``host`` starts nothing.
+``network`` and ``links`` start the ranks, or become one under a launcher of several; ``measure``
+or ``links`` runs on each. ``host`` starts nothing.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -21,12 +20,12 @@ from slipstream.cli.doctor.diagnoses import as_json as diagnoses_as_json, draw, 
 from slipstream.cli.options import LinkRate, RanksPerNode, check_writable
 from slipstream.cli.ranks import (
     describe_hosts,
+    launched,
     log_folder,
     on_node,
     run_on_hosts,
     run_on_this_host,
 )
-from slipstream.cluster.environment import Environment
 from slipstream.errors import ClusterError, LaunchError
 from slipstream.files.document import MIB, Unreadable, read_bytes
 from slipstream.health.files import HostFiles
@@ -105,9 +104,8 @@ def links(
             "verbose": verbose,
         }
     )
-    launched = Environment.read(os.environ, socket.gethostname()).source != "none"
-    _refuse_both(nodes, launched)
-    if launched:
+    if launched():
+        _refuse_both("--nodes", nodes)
         os.execv(sys.executable, [sys.executable, "-m", LINKS, job])  # become that rank
     if nodes is None:
         raise ClusterError(
@@ -156,9 +154,9 @@ def network(
         raise ClusterError("--rate has no effect without --nodes: it is that of emulated links")
     screen = {"terminal": Console().is_terminal, "columns": Console().width}
     job = json.dumps({"file": str(output), "seconds": seconds, **screen})
-    launched = Environment.read(os.environ, socket.gethostname()).source != "none"
-    _refuse_both(nodes, launched)
-    if launched:
+    if launched():
+        _refuse_both("--nodes", nodes)
+        _refuse_both("--ranks", ranks)
         os.execv(sys.executable, [sys.executable, "-m", MEASURE, job])  # become that rank
     if nodes is not None:
         with Testbed(nodes, rate or "1gbit") as bed:
@@ -170,10 +168,11 @@ def network(
     raise typer.Exit(run_on_this_host(MEASURE, job, ranks or 2, console))
 
 
-def _refuse_both(nodes: int | None, launched: bool) -> None:
-    if nodes is not None and launched:
+def _refuse_both(option: str, number: int | None) -> None:
+    """Refuse an option that starts ranks under a launcher, which has."""
+    if number is not None:
         raise ClusterError(
-            f"--nodes {nodes} starts ranks, but a launcher has started this one already: leave "
+            f"{option} {number} starts ranks, but a launcher has started this one already: leave "
             "out one of the two"
         )
 

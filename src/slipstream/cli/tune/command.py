@@ -7,13 +7,11 @@ by ``slipstream launch`` or ``slipstream testbed run`` with the strategy of that
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 from rich.console import Console
@@ -29,7 +27,13 @@ from slipstream.cli.options import (
     StrategyOption,
     Updates,
 )
-from slipstream.cli.ranks import log_folder, refuse_launcher, slipstream
+from slipstream.cli.ranks import (
+    end_on_signals,
+    log_folder,
+    make_log_folder,
+    refuse_launcher,
+    slipstream,
+)
 from slipstream.cli.strategy_file import write_strategy
 from slipstream.cli.tune.display import Display, table
 from slipstream.cli.tune.to_loss import show, tune_to_loss
@@ -137,8 +141,9 @@ def tune(
     folder = log_folder("tune-")
     LaunchSpec(script=script, log_dir=folder)  # checks that the script exists
     where = _Where(ranks or (1 if nodes else 2), nodes, rate or "1gbit")
+    make_log_folder(folder, "start it in a folder that can be written")
     trials = Trials(where.command(script, args or []), folder, steps or 10)
-    _end_on_signals()
+    end_on_signals()
     found: Tuned | TunedToLoss
     try:
         with Display(seconds, console) as display:
@@ -357,13 +362,3 @@ def _measured(where: _Where, folder: Path, display: Display) -> NetworkProfile:
     if code:
         raise LaunchError(f"the network could not be measured: {last_words(folder)}")
     return NetworkProfile.load(file)
-
-
-def _end_on_signals() -> None:
-    """Let signals end the tuner as Ctrl-C does, with all processes of a trial."""
-
-    def end(number: int, _: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, end)

@@ -170,7 +170,9 @@ class Pipeline:
                 raise own from own.__cause__
             raise self._exchange_error(error) from error
         for parameter, gradient in accumulated:
-            if gradient is not None and parameter.grad is not None:
+            if parameter.grad is None:  # no stage has used it in this pass
+                parameter.grad = gradient
+            elif gradient is not None:
                 parameter.grad += gradient
         return self._mean_loss()
 

@@ -135,6 +135,7 @@ class StageParameters:
 
     def sum_gradients(self) -> None:
         """Replace each gradient of a replicated parameter by its sum over the ranks that hold it.
+        One that no rank has used has no gradient afterwards.
 
         Each rank sends its gradients to the others that hold them, and all sum in the order of the
         ranks, so that all get the same bits every time. Between two ranks, the usual case, no
@@ -144,24 +145,34 @@ class StageParameters:
             ExchangeError: another rank does not take part.
         """
         group = self._group
-        flat_groups: dict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
+        flat_groups: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
         for parameter, ranks in self.replicated:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            flat_groups.setdefault((ranks, parameter.grad.dtype), []).append(parameter.grad)
+            flat_groups.setdefault((ranks, parameter.dtype), []).append(parameter)
         sums, works = [], []
         with collective_errors("the sum of gradients of parameters on several stages"):
-            for (ranks, _), gradients in flat_groups.items():
-                local = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            for (ranks, _), parameters in flat_groups.items():
+                used = [parameter.grad is not None for parameter in parameters]
+                for parameter in parameters:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                gradients = [p.grad for p in parameters if p.grad is not None]
+                flags = gradients[0].new_tensor(used)
+                local = torch.cat([*(gradient.reshape(-1) for gradient in gradients), flags])
                 received = {r: torch.empty_like(local) for r in ranks if r != group.rank}
                 works += start_transfer(received, dict.fromkeys(received, local), group.members)
-                sums.append((gradients, [received.get(rank, local) for rank in ranks]))
+                sums.append((parameters, gradients, [received.get(rank, local) for rank in ranks]))
             for work in works:
                 work.wait()
-        for gradients, terms in sums:
-            pieces = reduce(torch.add, terms).split([gradient.numel() for gradient in gradients])
-            for gradient, piece in zip(gradients, pieces, strict=True):
+        for parameters, gradients, terms in sums:
+            sizes = [gradient.numel() for gradient in gradients]
+            *pieces, flags = reduce(torch.add, terms).split([*sizes, len(sizes)])
+            used = flags.bool().tolist()
+            for parameter, gradient, piece, any_used in zip(
+                parameters, gradients, pieces, used, strict=True
+            ):
                 gradient.copy_(piece.view_as(gradient))
+                if not any_used:
+                    parameter.grad = None
 
     def _local_state(self) -> dict[str, Any]:
         """With the parameters themselves, as those of other ranks have no values to detach."""

@@ -121,9 +121,10 @@ class Stages:
         result = self._forward(run, batch, returned)
         if stage > 0 and has_nan(result) and not has_nan(received):
             raise ModelError(
-                f"NaN comes out of stage {stage}, since a value (or a parameter) from before "
+                f"NaN comes out of stage {stage}: either a value (or a parameter) from before "
                 f"{self.split_points.paths[stage - 1]!r} is used after it, e.g. across a residual "
-                "block; cut where one tensor flows"
+                "block (cut where one tensor flows), or the model itself computes NaN there (look "
+                "at its parameters, and at rows that are masked wholly)"
             )
         return result, recorded
 
@@ -242,8 +243,8 @@ def _enter_stage(run: _Run, path: str) -> CallOverride:
             kwargs = {**kwargs, key: run.received}
         if run.recorded is not None and has_nan([args, kwargs]) and not has_nan(run.received):
             raise ModelError(
-                f"{path!r} takes more than one tensor that is computed before it; cut where one "
-                "tensor flows"
+                f"{path!r} takes more than one tensor that is computed before it (cut where one "
+                "tensor flows), or an input of the model itself that has NaN"
             )
         return module(*args, **kwargs)
 
