@@ -23,6 +23,13 @@ LogDir = Annotated[Path | None, Option(help="Folder of the logs. Default: slipst
 LinkRate = Annotated[
     str, Option(help="Rate of each emulated host's link: 300mbit, 1gbit, 2.5gbit.")
 ]
+EmulatedRate = Annotated[
+    str | None,
+    Option(
+        help="With --nodes: rate of each emulated host's link: 300mbit, 1gbit, 2.5gbit.",
+        show_default="1gbit",
+    ),
+]
 RanksPerNode = Annotated[int, Option(min=1, help="Ranks on each emulated host.")]
 ExactOnly = Annotated[
     bool,

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -93,7 +94,8 @@ class TrainingLoop:
         self._on_nonfinite, self.proof = on_nonfinite, proof
         self.steps = self.skipped = self.backwards = 0
         self._parameters = tuple(model.parameters())
-        self._hooks: StepHooks | None = None
+        # weak: the hooks call back, and a circle would keep the groups of a session that is over
+        self._hooks: Callable[[], StepHooks | None] = lambda: None
         self._compared = False  # the first batches of ranks that share the model
         # Where in an update the loop is:
         self._local_only = False  # inside no_sync()
@@ -134,7 +136,7 @@ class TrainingLoop:
 
     def attach(self, hooks: StepHooks) -> None:
         """Learn of every step of the optimizer."""
-        self._hooks = hooks
+        self._hooks = ref(hooks)
         hooks.attach(self._step_begins, self._step_ends, self._other_steps)
 
     # Backward passes.
@@ -192,8 +194,8 @@ class TrainingLoop:
         Ranks that share a model need the same batches; the first ones are compared.
         """
         self._must_be_whole()
-        if self._hooks is not None:  # a step by hand may have raised, and the script gone on
-            self._hooks.broken_off()
+        if (hooks := self._hooks()) is not None:  # a step by hand may have raised meanwhile
+            hooks.broken_off()
         if self.local is not None:
             self.local.check()
             self.window.island = None if self.local.warms_up else self.local.island.ranks

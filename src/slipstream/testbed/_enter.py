@@ -43,8 +43,7 @@ def main() -> None:
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
         sys.exit(127)
-    heard = [n for n in FORWARDED if signal.getsignal(n) is not signal.SIG_IGN]  # not of nohup
-    for number in heard:
+    for number in FORWARDED:
         signal.signal(number, lambda number, _: child.send_signal(number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     status = child.wait()

@@ -17,7 +17,7 @@ from rich.console import Console
 from typer import Option
 
 from slipstream.cli.doctor.diagnoses import as_json as diagnoses_as_json, draw, exit_code
-from slipstream.cli.options import LinkRate, RanksPerNode, check_writable
+from slipstream.cli.options import EmulatedRate, LinkRate, RanksPerNode, check_writable
 from slipstream.cli.ranks import (
     describe_hosts,
     launched,
@@ -130,7 +130,7 @@ def network(
     ] = None,
     nodes: Annotated[int | None, Option(help="Emulated hosts to start ranks on, instead.")] = None,
     ranks_per_node: RanksPerNode = 1,
-    rate: LinkRate | None = None,
+    rate: EmulatedRate = None,
     seconds: Annotated[float, Option(min=1, help="Upper limit of the measurement, about.")] = 20.0,
 ) -> None:
     """Measure all-reduce, reduce-scatter and all-gather from 1 KB to 64 MB; save the numbers.

@@ -20,8 +20,8 @@ from typer import Option
 
 from slipstream.cli import options
 from slipstream.cli.options import (
+    EmulatedRate,
     ExactOnly,
-    LinkRate,
     Script,
     ScriptArgs,
     StrategyOption,
@@ -96,7 +96,7 @@ def tune(
     exact_only: ExactOnly = True,
     ranks: NumRanks = None,
     nodes: NumNodes = None,
-    rate: LinkRate | None = None,
+    rate: EmulatedRate = None,
     strategy: StrategyOption = None,
     cluster: _ClusterFile = None,
     updates: Updates = None,
