@@ -23,6 +23,10 @@ from slipstream.planner.search.label import label
 from slipstream.strategy import Strategy
 
 SHOWN = 12
+LOSSY_ALONE = (
+    "compares strategies that change the mathematics: add --allow-lossy. Exact ones reach every "
+    "loss in the same number of updates, so that the fastest is first"
+)
 _MARKS = {"exact": "", "measured": " \u2020", "noise scale": " \u2021"}
 _CAPTION = (
     "Intervals hold 80 %. Better: how sure it is. * the baseline, whose updates exact strategies "

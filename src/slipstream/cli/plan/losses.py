@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream.cli.strategy_file import write_strategy
-from slipstream.cli.time_to_loss import document, doubts, duration, table
+from slipstream.cli.time_to_loss import LOSSY_ALONE, document, doubts, duration, table
 from slipstream.errors import ClusterError, StrategyError
 from slipstream.planner.forecast import Forecast
 from slipstream.planner.progress.calibration import MADE_BY, LossCalibration, mathematics
@@ -59,10 +59,7 @@ def read_goal(
             f"{MADE_BY}` writes one"
         )
     if exact_only:
-        raise StrategyError(
-            f"{option} compares strategies that change the mathematics: add --allow-lossy. Exact "
-            "ones reach every loss in the same number of updates, so that the fastest is first"
-        )
+        raise StrategyError(f"{option} {LOSSY_ALONE}")
     seconds = None if for_time is None else seconds_of(for_time)
     if for_time is not None and not seconds:
         raise StrategyError(f"--for {for_time!r}: write a number and s, m or h, such as 30m or 6h")

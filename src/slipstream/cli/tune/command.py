@@ -35,6 +35,7 @@ from slipstream.cli.ranks import (
     slipstream,
 )
 from slipstream.cli.strategy_file import write_strategy
+from slipstream.cli.time_to_loss import LOSSY_ALONE
 from slipstream.cli.tune.display import Display, table
 from slipstream.cli.tune.to_loss import show, tune_to_loss
 from slipstream.cluster.launcher import LaunchSpec
@@ -246,10 +247,7 @@ def _check_losses(
             raise LaunchError("--losses has no effect without --to-loss")
         return Path()
     if exact_only:
-        raise LaunchError(
-            "--to-loss compares strategies that change the mathematics: add --allow-lossy. Exact "
-            "ones reach every loss in the same number of updates, so that the fastest is first"
-        )
+        raise LaunchError(f"--to-loss {LOSSY_ALONE}")
     if steps is not None:
         check_updates(steps)
     losses = losses or Path("losses.json")
