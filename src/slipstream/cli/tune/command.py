@@ -119,7 +119,7 @@ def tune(
     predicted to reach that loss first; slipstream plan predicts from the file of losses, too.
 
     The script must leave the strategy to accelerate(), and take some 80 steps. Files that it
-    writes are written again in every run.
+    writes are written again in every run; slipstream.Checkpoints are left alone.
 
     [dim]slipstream tune --ranks 4 -- train.py --batch 32[/dim]
     [dim]slipstream tune --budget 5m --nodes 4 --rate 1gbit -- train.py[/dim]
