@@ -157,6 +157,11 @@ def test_a_mistake_is_found_before_anything_starts(slipstream, words, message) -
     assert not Path("slipstream-logs").exists()
 
 
+def test_what_norms_exclude_can_be_tried_from_a_strategy_that_records_them() -> None:
+    start = command._start(Strategy.load({"trace": {"steps": 20, "norms": True}}))
+    assert start.with_gradients(codec="int8").trace.steps == 20
+
+
 def test_a_folder_of_logs_that_cannot_be_made_is_named(slipstream) -> None:
     Path("slipstream-logs").touch()
     code, _, err = slipstream("tuned.py")

@@ -275,8 +275,12 @@ def _start(strategy: Strategy) -> Strategy:
     if isinstance(gradients.transport, AutoConfig):
         console.print("transport: auto needs a long training; tuning starts from flat")
         fixed["transport"] = FlatConfig()
+    trace = strategy.trace
+    if trace.norms:
+        console.print("trace.norms is left out, as not all strategies allow it")
+        trace = trace.model_copy(update={"norms": False})
     gradients = gradients.model_copy(update=fixed)
-    return strategy.model_copy(update={"gradients": gradients})
+    return strategy.model_copy(update={"gradients": gradients, "trace": trace})
 
 
 @dataclass(frozen=True)
