@@ -133,7 +133,9 @@ def _queue(
         shares.append(small / large)
         waits.append(small)
     # Behind the largest ones the wait has reached its maximum: the smaller half tells the share.
-    slowest = torch.tensor([median(shares[: len(shares) // 2 + 1]), max(waits)], dtype=torch.float64)
+    slowest = torch.tensor(
+        [median(shares[: len(shares) // 2 + 1]), max(waits)], dtype=torch.float64
+    )
     share, most = maximum(slowest, world).tolist()
     return min(round(share, 4), 1.0), round(most, 6)
 
