@@ -137,6 +137,7 @@ def test_a_script_that_never_steps_ends_in_a_box(slipstream) -> None:
         (["--strategy", "very_slow_network", "tuned.py"], "start from a strategy without it"),
         (["--allow-lossy", "--cluster", "nope.yaml", "tuned.py"], "nope.yaml"),
         (["--cluster", "cluster.yaml", "tuned.py"], "no effect without --allow-lossy"),
+        (["--updates", "900", "tuned.py"], "--updates has no effect without --allow-lossy"),
         (["--to-loss", "3", "tuned.py"], "add --allow-lossy"),
         (["--rate", "300mbit", "tuned.py"], "--rate has no effect without --nodes"),
         (["--losses", "losses.json", "tuned.py"], "no effect without --to-loss"),

@@ -324,6 +324,17 @@ def test_a_codec_that_begins_late_counts_for_the_rest(updates, chosen, mean) -> 
     assert tuned.ratios == pytest.approx([{ONEBIT: mean, INT8: 0.7}[chosen]] * LEAST_PAIRS)
 
 
+def test_a_codec_of_the_baseline_that_begins_late_is_no_reason_for_updates() -> None:
+    late = ONEBIT.with_gradients(split="single", transport="direct")
+    compiled = with_settings(late, COMPILED)
+    assert compiled is not None
+    script = Script({late: 1.0, compiled: 0.5})
+    clock = {"clock": lambda: script.clock}
+    tuned = Tuner(script.run, late, 1000.0, choices=[COMPILED], **clock).tune()
+    assert tuned.strategy == compiled
+    assert "--updates" not in tuned.verdict
+
+
 # Time and noise.
 
 

@@ -311,7 +311,7 @@ class Tuner:
     def _unpriced(self, strategy: Strategy) -> str:
         """Count what a measurement of the codec at work leaves out."""
         late = late_by(strategy.gradients.codec)
-        if not late or self.updates:
+        if not late or self.updates or late_by(self.base.gradients.codec):
             return ""
         return f"; that is from update {late} on: --updates N counts those before it, too"
 

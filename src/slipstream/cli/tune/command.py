@@ -135,6 +135,10 @@ def tune(
         raise LaunchError(
             "--cluster has no effect without --allow-lossy: exact choices are measured"
         )
+    if updates is not None and exact_only:
+        raise LaunchError(
+            "--updates has no effect without --allow-lossy: exact choices are alike in all updates"
+        )
     if rate is not None and nodes is None:
         raise LaunchError("--rate has no effect without --nodes: it is that of emulated links")
     losses = _check_losses(losses, to_loss, steps, exact_only=exact_only)
