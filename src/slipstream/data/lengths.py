@@ -18,7 +18,7 @@ _IN_MEMORY = (list, tuple, range)
 
 
 def certain_length(loader: Any) -> int | None:
-    """The number of batches of the pass that begins now; None: it is not known for certain.
+    """The number of batches of the pass that has begun; None: it is not known for certain.
 
     Example:
         >>> certain_length([1, 2]), certain_length(DataLoader([1, 2, 3], batch_size=2))
