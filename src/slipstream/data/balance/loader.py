@@ -22,6 +22,7 @@ from torch.utils.data import (
 
 from slipstream.data.balance.batches import BalancedBatches, Position
 from slipstream.data.balance.cost import LengthCost
+from slipstream.data.own_iteration import iterates_itself
 from slipstream.errors import ModelError, UsageError
 from slipstream.strategy import BalanceConfig, Row
 
@@ -265,6 +266,12 @@ def _checked_sampler(loader: Any, rank: int, ranks: int) -> Any:
         raise ModelError(
             f"data.balance deals the samples of a map-style dataset in a torch DataLoader; this is "
             f"a {what}: give a DataLoader over a map-style dataset, or leave data.balance out"
+        )
+    if iterates_itself(loader):
+        raise ModelError(
+            f"data.balance reads the samples of a DataLoader itself; a {type(loader).__name__} "
+            "iterates in its own way, which would be lost: give a DataLoader of torch's own class, "
+            "or leave data.balance out"
         )
     sampler: Any = loader.sampler
     plain = isinstance(sampler, RandomSampler | SequentialSampler) and ranks == 1
