@@ -132,9 +132,9 @@ def assert_same(a: Any, b: Any, tolerance: float = 0) -> None:
                 assert value == other
 
 
-def compare(name: str) -> None:
-    direct, expected, numel, _ = trained("direct", name)
-    sharded, found, own, _ = trained("sharded", name)
+def compare(name: str, **settings: Any) -> None:
+    direct, expected, numel, _ = trained("direct", name, **settings)
+    sharded, found, own, _ = trained("sharded", name, **settings)
     if name in NORMS:
         assert distance(sharded, direct) < 1
         assert_same(found["state"], expected["state"], 1e-5)
@@ -157,6 +157,15 @@ def each(check: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> None:
 
 def test_parameters_and_state_are_those_of_the_whole_update(ranks: Ranks) -> None:
     ranks.run(each, compare, [(name,) for name in OPTIMIZERS])
+
+
+def compare_blocks(name: str) -> None:
+    compare(name, compute={"fuse_optimizer": True})
+
+
+def test_small_shards_are_stepped_together(two: Ranks) -> None:
+    names = ("nadam", "radam", "adamax", "rmsprop", "adadelta", "asgd", "rprop")
+    two.run(each, compare_blocks, [(name,) for name in names])
 
 
 def compare_norms(name: str) -> None:
