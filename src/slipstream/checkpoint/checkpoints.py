@@ -10,10 +10,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from slipstream.checkpoint import parts, randomness, storage
+from slipstream.checkpoint import parts, storage
 from slipstream.checkpoint.folder import BrokenCheckpoint, Folder, check
 from slipstream.checkpoint.stopping import StopSignals
 from slipstream.checkpoint.writing import Writing, advice
+from slipstream.data import randomness
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import CheckpointError, UsageError
 from slipstream.parallel.dims import gather_objects, mesh_of
