@@ -63,7 +63,8 @@ class ShardedModel(WholeModel):
         self._shards, self._transport, self._gather = shards, transport, gather
         self._order, self._meet, self._half_weights = order, meet, half_weights
         self._stepping = False
-        self._whole: dict[nn.Parameter, torch.Tensor] = {}  # while the optimizer steps
+        # While the optimizer steps, the whole parameter and its shard.
+        self._whole: dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor]] = {}
         # Others read parameters without a call that could be noticed.
         self._at_once = any(map(_reads_unnoticed, model.modules())) or _shares_memory(model)
         self._state = OptimizerState(optimizer, shards, self._gather_rows)
@@ -94,7 +95,7 @@ class ShardedModel(WholeModel):
         for parameter in self._state.held:
             parameter.grad = None
             if parameter in own:  # else the hook of half weights has put the shard there already
-                self._whole[parameter] = parameter.data
+                self._whole[parameter] = parameter.data, own[parameter]
                 parameter.data = own[parameter]
             parameter.grad = self._shards.gradients.get(parameter)
 
@@ -114,8 +115,11 @@ class ShardedModel(WholeModel):
             return
         for parameter in self._state.held:
             parameter.grad = None
-        for parameter, whole in self._whole.items():
-            parameter.data = whole
+        for parameter, (whole, own) in self._whole.items():
+            stepped, parameter.data = parameter.data, whole
+            if stepped.data_ptr() != own.data_ptr():  # the class has set ``data``
+                parameter.data = whole.clone()  # it may have kept the former
+                self._shards.own_of(parameter).copy_(stepped)
         self._whole.clear()
         self._stepping = False
         self._shards.guard()
