@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.errors import UsageError
+from slipstream.errors import MismatchError, UsageError
 from slipstream.gradients.segments import NamedParameter
 from slipstream.gradients.shards import Shards
 from slipstream.optim.layerwise import Layerwise
@@ -204,8 +204,24 @@ class ShardedModel(WholeModel):
         return state
 
     def full_optimizer_state_dict(self) -> dict[str, Any]:
-        self._meet("session.checkpoint", 0.0)
+        self._meet_to_gather("session.checkpoint")
         return self._state.whole()
+
+    def _meet_to_gather(self, verb: str) -> None:
+        """Refuse to gather the optimizer's state where ranks would wait for one another.
+
+        Raises:
+            MismatchError: they have other numbers of tensors to gather; on every rank alike.
+        """
+        count, ranks = self._state.num_cut, self._shards.ranks.count
+        same = self._meet(verb, count) == ranks * count
+        if self._meet(verb, same) != ranks:
+            raise MismatchError(
+                f"{verb}() with gradients.transport sharded: {count} tensors of the optimizer's "
+                "state have the shape of this rank's shards, on other ranks more or fewer; "
+                "allowed: states of the shape of their parameter, also of one without values, and "
+                "numbers, as torch.zeros(())"
+            )
 
     def load_full_optimizer_state_dict(self, state: dict[str, Any]) -> None:
         is_part(state)
@@ -218,7 +234,7 @@ class ShardedModel(WholeModel):
 
     def close(self) -> None:
         """Complete the parameters, and give every rank the whole state; collective."""
-        self._meet("session.close", 0.0)
+        self._meet_to_gather("session.close")
         self._gather.finish()
         if self._half_weights is not None:
             self._half_weights.join(self._state.joined)
