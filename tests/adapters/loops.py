@@ -146,6 +146,7 @@ def lightning(
     at_validation: Callable[[nn.Module], None] = lambda model: None,
     averages: bool = False,
     val_check_interval: float = 1.0,
+    launcher: str = "TorchElasticEnvironment",
 ) -> Noted:
     pytorch = importlib.import_module("lightning.pytorch")
     strategies = importlib.import_module("lightning.pytorch.strategies")
@@ -182,11 +183,11 @@ def lightning(
                 return made
             return [made], [torch.optim.lr_scheduler.StepLR(made, 1, gamma=0.9)]
 
-    torchrun = environments.TorchElasticEnvironment()
+    started = getattr(environments, launcher)()
     if strategy is None:
-        chosen = strategies.DDPStrategy(cluster_environment=torchrun)
+        chosen = strategies.DDPStrategy(cluster_environment=started)
     else:
-        chosen = adapter("lightning").SessionStrategy(strategy, cluster_environment=torchrun)
+        chosen = adapter("lightning").SessionStrategy(strategy, cluster_environment=started)
     package = importlib.import_module("lightning.pytorch.callbacks")
     callbacks = [package.StochasticWeightAveraging(0.01, 1)] if averages else []
     if folder is not None:

@@ -7,6 +7,7 @@ import difflib
 import importlib
 import importlib.util
 import io
+import os
 import re
 import runpy
 import sys
@@ -101,6 +102,17 @@ def apart_with(habit: str, folder: Path) -> float:
 def test_habits_with_lightning_train_as_under_ddp(two: Ranks, habit: str, tmp_path: Path) -> None:
     assert two.run(apart_with, habit, tmp_path) == [0.0, 0.0]
     assert len([*tmp_path.glob("{}/*.ckpt")]) >= 3
+
+
+def by_its_own_launcher() -> bool:
+    theirs = plain("lightning")
+    del os.environ["RANK"]  # which it sets nowhere
+    ours = lightning({}, launcher="LightningEnvironment")
+    return all(map(torch.equal, ours, theirs))
+
+
+def test_lightnings_own_launcher_starts_a_session(two: Ranks) -> None:
+    assert two.run(by_its_own_launcher) == [True, True]
 
 
 OTHERS: dict[str, dict[str, Any]] = {
