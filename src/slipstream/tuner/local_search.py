@@ -33,11 +33,9 @@ class Meetings(Protocol):
     @property
     def undecided(self) -> bool:
         """Whether a choice is still to come."""
-        ...
 
     def decide(self, config: LocalConfig | None, reason: str) -> None:
         """Meet as ``config`` says; None: never."""
-        ...
 
 
 class LocalSearch:
