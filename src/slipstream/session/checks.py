@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -33,11 +34,18 @@ def check_model(model: nn.Module) -> None:
     Raises:
         ModelError: names the module, parameter or buffer by its path.
     """
+    # of whoever has such a model, as the import takes a second
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
     for path, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             raise ModelError(
                 f"module {path or '(the model)'} is wrapped in DistributedDataParallel, which "
                 "averages gradients itself; pass the plain module: accelerate(ddp.module, ...)"
+            )
+        if isinstance(module, fsdp):
+            raise ModelError(
+                f"module {path or '(the model)'} is wrapped in FullyShardedDataParallel, which "
+                "splits parameters and averages gradients itself; pass the plain module"
             )
     device = device_of(model)
     for name, p in model.named_parameters():
@@ -97,6 +105,11 @@ def check_closure(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _parameter_problem(p: Any, device: torch.device) -> str | None:
+    if hasattr(p, "device_mesh"):  # a DTensor
+        return (
+            "is split over ranks already, by fully_shard or a tensor parallel plan; pass a plain "
+            "module, or, under fully_shard, use slipstream.adapters.fsdp2.accelerate_fsdp()"
+        )
     if is_lazy(p):
         return "has no shape yet (a lazy module); run one forward before accelerate()"
     if p.device.type == "meta":
