@@ -279,8 +279,8 @@ class CompressedBucket(DenseBucket):
     def is_finite(self) -> bool:
         return self._is_finite
 
-    def finish(self) -> None:
-        super().finish()
+    def finish(self, loss_scale: float) -> None:
+        super().finish(loss_scale)
         if self._shards is None:
             return
         for parameter in self.parameters:

@@ -528,9 +528,7 @@ class Engine(GradientEngine):
             self._found.append(bucket.nonfinite)
         if checks_finite and not bucket.is_finite:
             self.overflowed = True
-        bucket.finish()
-        if bucket.may_overflow:
-            bucket.unscale(backward.loss_scale)
+        bucket.finish(backward.loss_scale)
 
     def _first_layout(self) -> GradientLayout:
         observer = self._observer or Observer(len(self._trainables))
