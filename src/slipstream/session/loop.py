@@ -222,6 +222,7 @@ class TrainingLoop:
         if self.proof is not None and exchange:
             self.proof.begin(self.steps)
         self.engine.begin(exchange=exchange, scale=self.window.scale, loss_scale=loss_scale)
+        self._exchanged = False  # from here on averages may be mixed with gradients of this rank
         try:
             if not dummy_batch:  # such a rank takes part in the exchange, with zeros
                 run()

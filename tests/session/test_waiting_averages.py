@@ -1,0 +1,82 @@
+"""Averages that wait for ``step()`` while other passes run, fail, or are zeroed.
+
+Each is compared with one process on the batches of all ranks, or refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD
+
+from tests.harness.ranks import Ranks
+from tests.session.test_habits import assert_equal, batches, loss_of, model_of, opened
+
+TRANSPORTS = ["flat", "sharded"]
+
+
+def broken(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """A loss whose backward raises once the last layer has its gradients."""
+    first, tanh, last = model  # type: ignore[misc]
+    hidden = tanh(first(batch))
+    hidden.register_hook(_refuse)
+    return last(hidden).square().mean()  # type: ignore[no-any-return]
+
+
+def _refuse(gradient: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def in_one_process(failing: tuple[int, ...], updates: int) -> list[torch.Tensor]:
+    model = model_of()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = batches(2 * updates)
+    for update in range(updates):
+        for rank in range(2):
+            (loss_of(model, data[2 * update, rank]) / 2).backward()
+            second = broken if rank in failing else loss_of
+            with contextlib.suppress(ZeroDivisionError):
+                (second(model, data[2 * update + 1, rank]) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def failed_in_no_sync(transport: str, verb: str, failing: tuple[int, ...]) -> None:
+    rank, (model, _, session) = dist.get_rank(), opened({"transport": transport})
+    with session:
+        for first, second in batches(4).unflatten(0, (2, 2)):
+            session.backward(loss_of(model, first[rank]))
+            with session.no_sync(), contextlib.suppress(ZeroDivisionError):
+                session.backward((broken if rank in failing else loss_of)(model, second[rank]))
+            assert getattr(session, verb)()
+    assert_equal(model, in_one_process(failing, 2))
+
+
+@pytest.mark.parametrize("failing", [(0, 1), (1,)], ids=["all ranks", "one rank"])
+@pytest.mark.parametrize("verb", ["step", "flush"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_second_pass_that_fails_in_no_sync_is_averaged(
+    two: Ranks, transport: str, verb: str, failing: tuple[int, ...]
+) -> None:
+    two.run(failed_in_no_sync, transport, verb, failing)
+
+
+def both(loss: Callable[..., torch.Tensor], model: nn.Module, pair: torch.Tensor) -> torch.Tensor:
+    return (loss(model, pair[0]) + loss(model, pair[1])) / 2
+
+
+def test_a_second_pass_that_fails_keeps_no_loss_scale_on_one_process() -> None:
+    model, _, session = opened({})
+    with session:
+        for first, second in batches(4).unflatten(0, (2, 2)):
+            session.backward(1024 * both(loss_of, model, first), loss_scale=1024.0)
+            with pytest.raises(ZeroDivisionError):
+                session.backward(1024 * broken(model, second.flatten(0, 1)), loss_scale=1024.0)
+            assert session.step()
+    assert_equal(model, in_one_process((0, 1), 2))
