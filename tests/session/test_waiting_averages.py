@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
 
+from slipstream.errors import UsageError
 from tests.harness.ranks import Ranks
-from tests.session.test_habits import assert_equal, batches, loss_of, model_of, opened
+from tests.session.test_habits import assert_equal, batches, loss_of, model_of, opened, plain
 
 TRANSPORTS = ["flat", "sharded"]
 
@@ -80,3 +81,28 @@ def test_a_second_pass_that_fails_keeps_no_loss_scale_on_one_process() -> None:
                 session.backward(1024 * broken(model, second.flatten(0, 1)), loss_scale=1024.0)
             assert session.step()
     assert_equal(model, in_one_process((0, 1), 2))
+
+
+def plain_backward_in_no_sync(zeroed: str) -> None:
+    rank, (model, optimizer, session) = dist.get_rank(), opened({})
+    one, two, three = (batch[rank] for batch in batches(3))
+    with session:
+        session.backward(loss_of(model, one))
+        if zeroed == "too late":
+            with session.no_sync(), pytest.raises(UsageError, match=r"on top of an average"):
+                loss_of(model, two).backward()
+        optimizer.zero_grad()
+        with session.no_sync():
+            loss_of(model, two).backward()
+        session.backward(loss_of(model, three))
+        session.step()
+        assert session.skipped == 1
+    for mine, theirs in zip(model.parameters(), plain([[1, 2]]), strict=True):
+        before = dict(zip(model.parameters(), model_of().parameters(), strict=True))[mine]
+        moved = 2 * (theirs - before)  # that is the mean of two batches, this their sum
+        torch.testing.assert_close(mine.detach(), (before + moved).detach())
+
+
+@pytest.mark.parametrize("zeroed", ["before", "too late"])
+def test_a_plain_backward_adds_to_no_average(two: Ranks, zeroed: str) -> None:
+    two.run(plain_backward_in_no_sync, zeroed)

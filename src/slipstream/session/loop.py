@@ -247,6 +247,7 @@ class TrainingLoop:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backward passes add up gradients on this rank, and ``step()`` updates nothing."""
+        self.settle(in_forward=True)
         before, self._local_only = self._local_only, True
         self.engine.local_only(True)
         try:
