@@ -274,7 +274,9 @@ class SparseBucket(Bucket):
 
     @property
     def nonfinite(self) -> torch.Tensor:
-        return any_infinite(torch.zeros(1) if self._gradient is None else self._gradient._values())
+        if self._gradient is None:
+            return torch.zeros((), dtype=torch.bool, device=self.parameter.device)
+        return any_infinite(self._gradient._values())
 
     def exchange(self, step: int) -> ExchangeSteps:
         """Several requests, as the number of rows differs between ranks."""

@@ -263,7 +263,7 @@ class CompressedBucket(DenseBucket):
 
     @property
     def nonfinite(self) -> torch.Tensor:
-        return torch.tensor(not self._is_finite)
+        return torch.tensor(not self._is_finite, device=self.flat.device)
 
     def exchange(self, step: int) -> ExchangeSteps:
         """Several requests."""
