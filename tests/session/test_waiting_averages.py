@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -106,3 +107,23 @@ def plain_backward_in_no_sync(zeroed: str) -> None:
 @pytest.mark.parametrize("zeroed", ["before", "too late"])
 def test_a_plain_backward_adds_to_no_average(two: Ranks, zeroed: str) -> None:
     two.run(plain_backward_in_no_sync, zeroed)
+
+
+def zero_by_itself(strategy: dict[str, Any]) -> tuple[int, int]:
+    """The first loss of a batch has gradients that are exactly 0, on the last rank."""
+    rank = dist.get_rank() if dist.is_initialized() else 1
+    model, _, session = opened({}, **strategy)
+    with session:
+        for batch in batches(3):
+            session.backward(loss_of(model, batch[rank]) * (1 - rank))
+            session.backward(loss_of(model, batch[rank]))
+            session.step()
+        return session.common_updates, session.skipped
+
+
+def test_gradients_that_are_zero_by_themselves_end_no_update() -> None:
+    assert zero_by_itself({}) == (3, 0)
+
+
+def test_ranks_that_meet_count_alike_where_one_has_gradients_of_zero(two: Ranks) -> None:
+    assert two.run(zero_by_itself, {"local": {"steps": 2}}) == [(3, 0)] * 2
