@@ -271,21 +271,31 @@ def test_all_ranks_skip_where_one_share_is_infinite(ranks: Ranks) -> None:
     assert len({digest for _, digest in found}) == 1
 
 
-def two_losses() -> str:
+def two_losses(codec: Any, scale: float, bound: float) -> str:
     """Two backward passes that exchange, for one update."""
     models = [build(), build()]
     for model, transport in zip(models, ("direct", "sharded"), strict=True):
-        with session_on(model, OPTIMIZERS["sgd"](model.parameters()), transport) as session:
+        gradients = {} if codec is None else {"codec": codec}
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        with session_on(model, optimizer, transport, gradients=gradients) as session:
             for step in range(2):
-                session.backward(model(batch(step, session.rank)))
-                session.backward(model(batch(step + 10, session.rank)))
+                for number in (step, step + 10):
+                    loss = model(batch(number, session.rank))
+                    session.backward(loss * scale, loss_scale=scale)
                 session.step()
-    assert distance(*models) < 1
+    assert distance(*models) < bound
     return digest(models[1])
 
 
-def test_two_backward_passes_before_a_step_add_up(two: Ranks) -> None:
-    assert len(set(two.run(two_losses))) == 1
+@pytest.mark.parametrize(
+    ("codec", "scale", "bound"),
+    [(None, 1.0, 1), ({"kind": "half", "dtype": "fp16"}, 64.0, 100)],  # the bound as in SETTINGS
+    ids=["plain", "fp16 with a loss scale"],
+)
+def test_two_backward_passes_before_a_step_add_up(
+    two: Ranks, codec: Any, scale: float, bound: float
+) -> None:
+    assert len(set(two.run(two_losses, codec, scale, bound))) == 1
 
 
 def with_uneven_loader(transport: str) -> str:

@@ -556,8 +556,8 @@ class Session(Generic[M, O]):
         if error[0] is None and loop.failed:  # an error that the script has caught
             error = (UsageError, UsageError("the ranks are out of step"), None)
         broken: BaseException | None = None
-        if error[0] is None and loop.local is not None:
-            try:  # an update that the script has skipped at the end counts for a meeting
+        if error[0] is None:
+            try:  # an update that the script has skipped at the end counts
                 loop.settle()
             except BaseException as failure:
                 error, broken = (type(failure), failure, None), failure
