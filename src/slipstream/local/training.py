@@ -120,7 +120,7 @@ class LocalTraining:
 
     @property
     def in_use(self) -> LocalConfig | None:
-        """How ranks meet; None: ``auto`` has not chosen yet, or not to."""
+        """The meetings of ranks; None: ``auto`` has not chosen yet, or none."""
         return None if self._config.auto else self._config
 
     def decide(self, config: LocalConfig | None, reason: str) -> None:

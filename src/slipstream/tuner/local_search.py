@@ -36,7 +36,7 @@ class Meetings(Protocol):
 
     @property
     def in_use(self) -> LocalConfig | None:
-        """How ranks meet; None: they do not, or not yet."""
+        """The meetings of ranks; None: there are none, or not yet."""
         ...
 
     def decide(self, config: LocalConfig | None, reason: str) -> None:
@@ -76,7 +76,7 @@ class LocalSearch:
 
     @property
     def in_use(self) -> dict[str, Any]:
-        """How ranks meet, in the place of what the strategy says."""
+        """The meetings of ranks, in the place of what the strategy says."""
         config = self._meetings.in_use
         return {"local": None if config is None else config.document(full=True)}
 
