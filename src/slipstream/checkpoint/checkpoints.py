@@ -49,7 +49,8 @@ class Checkpoints:
         also: what else has a state: ``{"scheduler": scheduler}``. Each rank saves its own.
         on_signal: signals after which `step` saves on all ranks and ends the script with code
             128 + signal: ``(signal.SIGTERM,)``. One rank that gets it is enough. Handlers that the
-            script has set are called, too.
+            script has set are called, too. One that comes after the last update is no longer
+            `step`'s: it does what it does to any script, once the session is closed.
 
     Raises:
         UsageError: ``keep`` is less than 1.
@@ -207,6 +208,7 @@ class Checkpoints:
                 self._warned = True
                 warnings.warn(self._failed, stacklevel=2)
         if number:
+            self._signals.forget()
             raise SystemExit(128 + number)
 
     def wait(self) -> None:
@@ -228,6 +230,7 @@ class Checkpoints:
         self._join()
         self._leave()
         self._complain()
+        self._signals.pass_on()
 
     def report_rows(self) -> Sequence[Row]:
         """Report how many were written."""
@@ -242,6 +245,7 @@ class Checkpoints:
         self._leave()
         if self._failed and not self._warned:
             warnings.warn(self._failed, stacklevel=2)
+        self._signals.pass_on()
 
     def _leave(self) -> None:
         self._session = self._group = None
