@@ -13,6 +13,7 @@ from torch import nn
 
 from slipstream.data.balance import SampleBalance
 from slipstream.data.uneven_inputs import UnevenInputLoader
+from slipstream.gradients.compressed import NamedState
 from slipstream.local.training import LocalTraining
 from slipstream.parallel.dims import ParallelDims
 from slipstream.precision.model_precision import ModelPrecision
@@ -49,6 +50,7 @@ class SessionState:
         self.loader, self.balance, self.local = loader, balance, local
         self.names, self.codec = exchange.names, exchange.codec
         self.engine, self.search = exchange.engine, exchange.search
+        self.momentum = exchange.momentum
 
     def state(self, steps: int) -> dict[str, Any]:
         """Gather the state that ``Session.state_dict`` returns after ``steps`` updates; a
@@ -158,11 +160,13 @@ class SessionState:
                 gradients.overlap,
                 state.get("speed"),
             )
-        if keeps_codecs and (codecs := state["codecs"]):
+        if keeps_codecs:
             # after the last change of the layout, which says who serves which piece
-            if self.dims.mesh.model_parallel > 1:
-                codecs = [codecs[rank] for rank in self.dims.data_ranks]
-            local = checkpoint.dealt_out(codecs, self.dims.data_rank, self.dims.data_size)
+            local: NamedState = self.momentum.buffers
+            if codecs := state["codecs"]:
+                if self.dims.mesh.model_parallel > 1:
+                    codecs = [codecs[rank] for rank in self.dims.data_ranks]
+                local = checkpoint.dealt_out(codecs, self.dims.data_rank, self.dims.data_size)
             self.engine.load_codec_state(local)
         if self.local is not None:
             self.local.load(state.get("local"), steps)
