@@ -13,7 +13,7 @@ from torch import nn
 from slipstream.errors import ModelError, StrategyError, UsageError
 from slipstream.session.accelerate import accelerate, strategy_of
 from slipstream.session.session import Session
-from slipstream.strategy import DataConfig, Strategy
+from slipstream.strategy import DataConfig, Strategy, keeps_state
 
 GivenStrategy = Strategy | Mapping[str, Any] | str | Path | None
 """A strategy as ``slipstream.accelerate`` takes it."""
@@ -68,7 +68,7 @@ def _problems(
     if wanted.precision is not None and precision is not None:
         yield f"precision in the strategy and {precision} of {framework}: leave one of them out"
     codec = wanted.gradients.codec
-    if scaler is not None and codec is not None and codec.keeps_state:
+    if scaler is not None and codec is not None and keeps_state(codec):
         yield (
             f"the codec {codec.kind}, which owes a part of the gradients to later updates, under "
             f"{precision} of {framework}, whose loss scale changes meanwhile: leave that out, and "
