@@ -26,7 +26,11 @@ IN_SUITE = {
         "save_state, load_state and skip_first_batches in mid-epoch",
         "find_executable_batch_size",
     ),
-    "Trainer": ("accumulate: the last window is partial", "evaluate() before train()"),
+    "Trainer": (
+        "accumulate: the last window is partial",
+        "evaluate() before train()",
+        "out of memory in a window, then auto_find_batch_size",
+    ),
 }
 """What an adapter does by itself; what a session does is tried in tests/conformance."""
 

@@ -86,6 +86,7 @@ class TrainingLoop:
         self.progress, self.explaining, self.proof = progress, given.explaining, proof
         self._on_nonfinite = given.strategy.checks.nonfinite
         self.steps = self.skipped = self.backwards = 0
+        self._in_no_sync = 0  # of the backward passes
         self._parameters = tuple(self.model.parameters())
         self._zeroing = Zeroing(self.model, self.optimizer)
         # weak: the hooks call back, and a circle would keep the groups of a session that is over
@@ -241,6 +242,7 @@ class TrainingLoop:
         # what no_sync() has gathered may be thrown away
         self._zeroing.note(in_window=not exchange and not self._local_only)
         self.backwards += 1
+        self._in_no_sync += self._local_only
         self.tracer.exchanged(self.engine.ready)
         if exchange and self.search is not None and self.search.watches:
             self.sharding.watch.begin(self._parameters)
@@ -494,7 +496,8 @@ class TrainingLoop:
         """At the end: an error where nothing was ever trained, a warning of what is dropped."""
         if not self.window_open or (self.backwards < 2 and self.window.accumulate == 1):
             return None
-        if not self.steps + self.skipped and self.backwards >= 2 * self.window.accumulate:
+        awaiting = self.backwards - self._in_no_sync  # a step(), each of them
+        if not self.steps + self.skipped and awaiting >= 2 * self.window.accumulate:
             return messages.never_updated(self.backwards)
         return messages.dropped(self.window.passes, self.window.accumulate)
 
