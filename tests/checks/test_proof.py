@@ -276,6 +276,18 @@ def test_the_average_of_a_flush_is_proved_and_not_that_of_a_skipped_update(three
         assert len({*sampled}) == len(sampled)
 
 
+def mended_by_the_script() -> bool:
+    with opened({"checks": {"every": 1, "nonfinite": "allow"}}) as session:
+        weight = session.model[0].weight
+        weight.register_hook(lambda g: g * (torch.inf if session.rank == BAD else 1.0))
+        updates(session, 0, 2, lambda: weight.grad.nan_to_num_(0.0, 0.0, 0.0))
+        return session.updates == 2
+
+
+def test_gradients_that_the_script_mends_are_no_wrong_average(three):
+    assert three.run(mended_by_the_script) == [True] * 3
+
+
 STRATEGIES: dict[str, dict[str, Any]] = {
     "defaults": {},
     "sharded": {"gradients": {"transport": "sharded"}},

@@ -127,3 +127,22 @@ def test_gradients_that_are_zero_by_themselves_end_no_update() -> None:
 
 def test_ranks_that_meet_count_alike_where_one_has_gradients_of_zero(two: Ranks) -> None:
     assert two.run(zero_by_itself, {"local": {"steps": 2}}) == [(3, 0)] * 2
+
+
+def zeroed_in_no_sync(transport: str, to_none: bool) -> None:
+    rank, (model, optimizer, session) = dist.get_rank(), opened({"transport": transport})
+    one, two, three = (batch[rank] for batch in batches(3))
+    with session:
+        session.backward(loss_of(model, one))
+        with session.no_sync():
+            session.backward(loss_of(model, two))
+            optimizer.zero_grad(set_to_none=to_none)
+            session.backward(loss_of(model, three))
+        session.step()
+    assert_equal(model, plain([[2]]))
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_zeroing_takes_averages_with_it(two: Ranks, transport: str, to_none: bool) -> None:
+    two.run(zeroed_in_no_sync, transport, to_none)

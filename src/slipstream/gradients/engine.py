@@ -181,7 +181,8 @@ class Engine(GradientEngine):
             raise out_of_step(self._failure)
         if exchange and self._averaged and self._compresses:
             raise backward_repeated()
-        self._untouched.check_sums()
+        if self._untouched.check_sums() and self._shards is not None:
+            self._shards.clear()  # averages to which these sums would have been added
         if RemovableHandle.next_id != self._next_hook:
             self._come_last()
         thawed = [t.name for t in self._frozen if t.parameter.requires_grad]

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from slipstream.comm.signature import COMPLEX, FLOATS
-from slipstream.errors import ModelError
+from slipstream.errors import ModelError, StrategyError
+from slipstream.strategy import Strategy
 
 _DTYPES = (*FLOATS, *COMPLEX)
 
@@ -102,6 +103,26 @@ def check_closure(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__}.step() needs a closure, which computes gradients inside "
             "the step; a session averages them in backward(), before it: use another optimizer"
         )
+
+
+def check_replay(strategy: Strategy) -> None:
+    """Refuse replays of graphs that support one backward alone.
+
+    Raises:
+        StrategyError: names the setting.
+    """
+    if not strategy.checks.replay or strategy.checks.every is None:
+        return
+    once = {
+        "compute.compile": strategy.compute.compile,
+        "memory.recompute keep": getattr(strategy.memory.recompute, "keep", ()),
+    }
+    for setting, used in once.items():
+        if used:
+            raise StrategyError(
+                f"checks.replay with {setting}: a replay goes through a graph three times, and "
+                "that one frees in its backward what it has used; leave one of the two out"
+            )
 
 
 def _parameter_problem(p: Any, device: torch.device) -> str | None:

@@ -201,11 +201,13 @@ class Session(Generic[M, O]):
 
         Returns:
             True when parameters were updated; False inside an accumulation window or ``no_sync``,
-            and where gradients were infinite or NaN on some rank although a loss scale or a codec
-            depends on them: all ranks then skip the update, and codecs return to the state before.
+            and where gradients were infinite or NaN on some rank, and a loss scale is at work or
+            ``checks.nonfinite`` is ``skip``: all ranks then skip the update, and codecs return to
+            the state before.
 
         Raises:
             UsageError: there was no backward since the last step, or the session is closed.
+            NonFiniteError: gradients were infinite or NaN on some rank, on all ranks.
         """
         self._must_be_open("step")
         with self._loop.running():
@@ -399,6 +401,7 @@ class Session(Generic[M, O]):
         self._must_have_no_gradients("restore")
         if "session" in state:  # before anything is loaded
             self._state.check(state["session"])
+        self._state.check_alike(state)
         whole = self._loop.whole
         if "model" in state:
             whole.load_full_state_dict(state["model"])
