@@ -226,7 +226,7 @@ def _heartbeat(
 
 
 def _recorder(strategy: Strategy, cluster: Cluster, space: SearchSpace) -> Recorder | None:
-    """For the search for what the strategy leaves open, else for the user's trace."""
+    """Make the recorder of a search, if anything is left open, else of the user's trace."""
     trace = strategy.trace
     if cluster.world_size > 1 and space.is_open:
         return Recorder(cluster.rank, SETTLING, space.first_window)
