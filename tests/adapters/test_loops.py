@@ -10,7 +10,7 @@ import io
 import re
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,6 @@ EXACT: dict[str, dict[str, Any]] = {
     "direct, per layer": {"gradients": {"transport": "direct", "split": "per_layer"}},
     "sharded": {"gradients": {"transport": "sharded"}},
 }
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 @cache

@@ -13,7 +13,6 @@ from torch import nn
 import slipstream
 from slipstream.errors import NonFiniteError
 from slipstream.gradients.finite import all_finite, first_nonfinite
-from tests.harness.ranks import Ranks
 
 BAD, AT = 1, 3  # the rank, and the update after which its gradient is not finite
 
@@ -40,12 +39,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "local warm-up": {"local": {"warm_up": 100}},
     "autocast": {"precision": {"kind": "autocast", "dtype": "bf16"}},
 }
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 class Words(nn.Module):
