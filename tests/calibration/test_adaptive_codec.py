@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
 
 from slipstream.calibration.adaptive_codec import (
     CALIBRATION_SECONDS,
@@ -13,6 +14,7 @@ from slipstream.calibration.adaptive_codec import (
     measure,
 )
 from slipstream.calibration.calibrate import calibrate
+from slipstream.calibration.codec_cost import codec_cost
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.planner.network.costs import CodecCost
 from slipstream.planner.network.curve import Curve, Piece
@@ -106,6 +108,15 @@ def measured(codec: str) -> str:
 def test_network_and_codec_are_measured_on_the_live_ranks(two, codec) -> None:
     reports = two.run(measured, codec, timeout=60)
     assert all("of 1 segments" in report for report in reports)
+
+
+def test_a_codec_codes_fp32_under_any_default_dtype() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        cost = codec_cost(Int8Config(), 2, torch.device("cpu"), window=1e-4)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert cost.ratio == pytest.approx(0.25, rel=0.1)
 
 
 def what_is_measured() -> tuple[CodecDecision, set[str], int, int]:

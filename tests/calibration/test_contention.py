@@ -14,9 +14,17 @@ from slipstream.planner.network.costs import Contention
 from slipstream.planner.network.curve import Curve
 from slipstream.strategy import DirectConfig, FlatConfig, TransportConfig
 from slipstream.transport.transport import make_transport
+from tests.harness.ranks import Ranks
 
 ALL_REDUCE = Curve.fit([(4096, 1e-3), (8192, 2e-3), (2**20, 0.25)])
 LATE = Curve.fit([(2**k, max(1e-3, 8e-3 * 2 ** (k - 21))) for k in range(12, 22)])
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Ranks(2) as ranks:
+        ranks.run(torch.set_default_dtype, torch.float64)  # as a script may, before it measures
+        yield ranks
 
 
 def where() -> tuple[dist.ProcessGroup, torch.device, TransportConfig]:

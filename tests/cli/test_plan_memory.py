@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slipstream.cli.plan import count
-from slipstream.cli.plan.memory import parse_bytes
+from slipstream.cli.plan.memory import OPTIMIZERS, parse_bytes
 from slipstream.errors import ModelError, StrategyError
 from slipstream.memory import Estimate
 from slipstream.planner.iteration.plan import CommPlan
@@ -214,6 +214,10 @@ MEMORY = ["--memory", "1GiB", "--model", "x"]
 def test_mistakes(arguments: list[str], words: str) -> None:
     with pytest.raises(StrategyError, match=words):
         _run(*arguments)
+
+
+def test_every_optimizer_that_is_allowed_can_be_made() -> None:
+    assert (*count.OPTIMIZERS,) == OPTIMIZERS
 
 
 def test_sizes() -> None:

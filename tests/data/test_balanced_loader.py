@@ -257,6 +257,11 @@ def build(loader: Any, rank: int = 0, ranks: int = 2, **config: Any) -> SampleBa
     return SampleBalance(loader, BalanceConfig(**config), rank=rank, ranks=ranks)
 
 
+class Scaled(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return (batch / 10 for batch in super().__iter__())
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(4))
@@ -281,6 +286,11 @@ WRONG: dict[str, tuple[Any, type[SlipstreamError], str]] = {
         ),
         ModelError,
         "WeightedRandomSampler",
+    ),
+    "a loader's own way": (
+        lambda: build(Scaled(Sequences(), batch_size=4), ranks=1),
+        ModelError,
+        "a Scaled iterates in its own way",
     ),
     "no batches": (
         lambda: build(spread(Sequences(), batch_size=None)),

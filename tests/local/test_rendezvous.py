@@ -310,7 +310,7 @@ def test_a_change_that_others_went_on_without_is_taken_back() -> None:
         for update in range(4):
             session.backward(loss_of(model, 0, update))
             session.step()
-        whole = session._sharding.model
+        whole = session._loop.sharding.model
         assert isinstance(whole, LocalModel)
         assert isinstance(whole.training, OpenTraining)
         [meeting] = whole.training._meetings

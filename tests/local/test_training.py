@@ -444,7 +444,7 @@ def bf16_parameters() -> tuple[Tensor, torch.dtype]:
     for update in range(8):
         session.backward(loss_of(model, session.rank, update))
         session.step()
-    whole = session._sharding.model
+    whole = session._loop.sharding.model
     assert isinstance(whole, LocalModel)
     assert whole.training is not None
     meeting = whole.training._meetings[0]

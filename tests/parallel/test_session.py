@@ -160,7 +160,7 @@ def stages_with(gradients: dict[str, Any], trace: dict[str, Any]) -> None:
         session.load_state_dict(kept)
         with pytest.raises(UsageError, match=r"call session\.forward_backward"):
             session.backward(loss.requires_grad_())
-        is_local = session._sharding.model.is_local
+        is_local = session._loop.sharding.model.is_local
         local = {n: p.detach() for n, p in model.named_parameters() if is_local(n)}
         gathered: list[Any] = [None] * 8
         dist.all_gather_object(gathered, (losses, local))

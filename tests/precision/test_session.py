@@ -307,10 +307,13 @@ def test_tf32_is_as_it_was_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.backends.cuda.matmul.fp32_precision
     config = Strategy.load({"compute": {"tf32": True}})
     optimizer = torch.optim.SGD((model := nn.Linear(1, 1)).parameters())
-    precision = model_precision.ModelPrecision(model, optimizer, None, config.compute)
+    first, second = (
+        model_precision.ModelPrecision(model, optimizer, None, config.compute) for _ in range(2)
+    )
+    assert first.report_rows()[0].value == "active"
+    first.close()
     assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-    assert precision.report_rows()[0].value == "active"
-    precision.close()
+    second.close()
     assert torch.backends.cuda.matmul.fp32_precision == before
 
 

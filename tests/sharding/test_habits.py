@@ -270,7 +270,7 @@ def clip_local_gradients() -> None:
         with session.no_sync():
             session.backward(model(batch(0, session.rank)))
             with pytest.raises(UsageError, match="not averages yet"):
-                session._sharding.model.clip_grad_norm_(1.0)
+                session._loop.sharding.model.clip_grad_norm_(1.0)
             session.step()
         steps(session, 1, 1)
 

@@ -157,7 +157,7 @@ def interrupted() -> str:
     model = build()
     with session_on(model, OPTIMIZERS["adam"](model.parameters()), "sharded") as session:
         steps(session, 0, 1)
-        sharded: Any = session._sharding.model
+        sharded: Any = session._loop.sharding.model
         segment = sharded._gather._segments[0]
         works, seen = segment.works.result(), []
 

@@ -80,14 +80,15 @@ def test_a_state_of_the_flat_transport_is_cut(two: Ranks, tmp_path: Path) -> Non
 
 
 def shard(rank: int, ranks: int) -> dict[str, Any]:
-    state = {"state": {0: {"step": torch.tensor(1.0), "m": torch.arange(2) + 2 * rank}}}
+    numbers = {"step": torch.tensor(1.0), "count": torch.ones(1)}
+    state = {"state": {0: {**numbers, "m": torch.arange(2) + 2 * rank}}}
     return {"rank": rank, "ranks": ranks, "shapes": {0: ((2, 2), (2, 1))}, "optimizer": state}
 
 
 def test_shares_join_in_any_order() -> None:
     joined = join_shards([shard(1, 2), shard(0, 2)])["state"][0]
     assert joined["m"].tolist() == [[0, 1], [2, 3]]
-    assert joined["step"] == 1
+    assert joined["step"] == joined["count"] == 1
 
 
 @pytest.mark.parametrize("present", [[], [0], [0, 0], [0, 1, 1]])

@@ -382,7 +382,7 @@ def test_what_a_script_does_later_is_refused_with_the_way_out(two: Ranks) -> Non
 def with_a_gather_for_other_parameters() -> str:
     """As a prediction may count them where weights and biases are ready in another order."""
     training = Training(SHARDED)
-    sharding: Any = training.session._sharding
+    sharding: Any = training.session._loop.sharding
     config = ShardedConfig(gather=ByIndexConfig(last=(1, 99)), replicated=0.33)
     training.train(1)
     sharding.use(config, sharding.model._transport, training.session._loop.engine)

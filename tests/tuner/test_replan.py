@@ -211,7 +211,7 @@ def gathering() -> tuple[float, list[int]]:
     """Seconds that forward has waited; and searches where it waits for 9 s until `STEADY`."""
     training = Training(AUTO, ("sharded", "sharded"))
     training.train(SEARCH + 2)
-    really = training.session._sharding.waited
+    really = training.session._loop.sharding.waited
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             UpdateSharding, "waited", property(lambda _: 9.0 * min(training.number, STEADY))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,15 +10,18 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from slipstream.checkpoint import parts, randomness, storage
+from slipstream.checkpoint import parts, storage
 from slipstream.checkpoint.folder import BrokenCheckpoint, Folder, check
 from slipstream.checkpoint.stopping import StopSignals
+from slipstream.checkpoint.writing import Writing, advice
+from slipstream.data import randomness
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import CheckpointError, UsageError
 from slipstream.parallel.dims import gather_objects, mesh_of
 from slipstream.session.session import Session
 from slipstream.strategy import Row
 from slipstream.transport.consistency import agree
+from slipstream.tuner.trials import checkpoints_of
 
 AnySession = Session[Any, Any]
 BESIDE = "rank"
@@ -43,7 +44,8 @@ class Checkpoints:
     on, each rank its own part; it counts once it is complete.
 
     Args:
-        folder: for this run alone; all ranks must see the same.
+        folder: for this run alone; all ranks must see the same. Trials of ``slipstream tune`` and
+            ``scale`` have one of their own instead.
         keep: newest ones that stay; an older one is removed once a newer one is complete.
         also: what else has a state: ``{"scheduler": scheduler}``. Each rank saves its own.
         on_signal: signals after which `step` saves on all ranks and ends the script with code
@@ -82,14 +84,15 @@ class Checkpoints:
     ) -> None:
         if keep < 1:
             raise UsageError(f"keep={keep}: must be at least 1, the newest checkpoint")
-        self._folder, self._keep, self._also = Folder(Path(folder)), keep, dict(also or {})
+        self._folder = Folder(checkpoints_of(Path(folder)))
+        self._keep, self._also = keep, dict(also or {})
         self._signals = StopSignals(on_signal)
         self._session: AnySession | None = None
         self._group: dist.ProcessGroup | None = None
         self._found: Sequence[Path] = ()  # when the session came, on the first rank
         self._restored = False
         self._seen = 0
-        self._writing: _Writing | None = None
+        self._writing: Writing | None = None
         self._failed: str | None = None
         self._warned = False
         self._written = 0
@@ -337,7 +340,7 @@ class Checkpoints:
             raise error
         count = session.common_updates
         writer = storage.CheckpointWriter(self._folder, count, self._keep)
-        self._writing = _Writing(writer.stage(pieces), writer, self._group, count)
+        self._writing = Writing(writer.stage(pieces), writer, self._group, count)
         self._writing.start()
 
     def _join(self) -> None:
@@ -356,7 +359,7 @@ class Checkpoints:
         self._warned = False
         self._failed = (
             f"the checkpoint after update {writing.updates} was not written to "
-            f"{self._folder.path} ({where}); {_advice(where, self._keep)}. Those before it are as "
+            f"{self._folder.path} ({where}); {advice(where, self._keep)}. Those before it are as "
             "they were"
         )
 
@@ -364,38 +367,6 @@ class Checkpoints:
         failed, self._failed = self._failed, None
         if failed:
             raise CheckpointError(failed)
-
-
-class _Writing(threading.Thread):
-    """Writes one checkpoint.
-
-    Attributes:
-        updates: of the run when the state was copied.
-        failures: what went wrong, by rank; once the thread has ended.
-    """
-
-    def __init__(
-        self,
-        pieces: Mapping[str, torch.Tensor],
-        writer: storage.CheckpointWriter,
-        group: dist.ProcessGroup | None,
-        updates: int,
-    ) -> None:
-        super().__init__(name=f"checkpoint after update {updates}")
-        self.updates = updates
-        self.failures: dict[int | None, str] = {}
-        self._job: tuple[Any, ...] | None = (pieces, writer, group)
-
-    def run(self) -> None:
-        assert self._job is not None
-        pieces, writer, group = self._job
-        self._job = None  # a group ends with its last reference
-        try:
-            storage.save(pieces, writer, group)
-        except BaseException as error:
-            self.failures = storage.failures(error)
-            if group is None or group.rank() == 0:
-                shutil.rmtree(writer.temporary, ignore_errors=True)
 
 
 def _error_of(step: Callable[[], None]) -> str:
@@ -418,13 +389,3 @@ def _loader_of(session: AnySession) -> UnevenInputLoader | None:
 def _mesh(session: AnySession) -> dict[str, int]:
     """The ranks along each axis: what a rank computes is told by its number and these."""
     return mesh_of(session.strategy.parallel, session.world_size).sizes
-
-
-def _advice(where: str, keep: int) -> str:
-    if "Errno 28" in where or "Errno 122" in where:
-        return (
-            f"free space there, or keep fewer (keep={keep}); training may go on, call save() again"
-        )
-    if "gloo" in where:
-        return "another rank has ended: its log says why"
-    return "see that every rank can write there; training may go on, call save() again"

@@ -21,7 +21,6 @@ its error. Who has not come out of its exchange after a while is ended, too.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -30,10 +29,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from slipstream.checks.alarm import Alarm, AlarmKind, Alarms, Verdict
 from slipstream.checks.autopsy import Autopsy, RankCase, RankState, ranks_named
 from slipstream.checks.limits import EXIT_CODE, STALE, STILL, interval_of
 from slipstream.checks.own_view import OwnView, UpdateCount, last_exchanges
@@ -55,8 +54,6 @@ POLL_SECONDS = 0.1
 """From one look at the store to the next after an alarm."""
 WATCHERS = 3
 """Ranks, from 0, that look at all others once they are still."""
-AlarmKind = Literal["silent", "still", "left", "failed"]
-"""Why a rank asks: another is silent, or has left; all are still; an exchange has failed."""
 RAISED = "ended with"
 """What a rank has done whose own exception says more than an autopsy."""
 WORDS = 200
@@ -103,7 +100,7 @@ class Heartbeat:
         self._reached = time.monotonic()
         self._heard: dict[int, tuple[bytes, float]] = {}  # what a rank said, and since when
         self._answered = self._asked = False
-        self._alarms = 0  # that were none
+        self._alarms = Alarms(self._store)
         self._left = ""
         self._slow, self._compared = SlowRanks(), self._reached
         self._noted = False  # in the folder, as long as this rank is still
@@ -141,8 +138,8 @@ class Heartbeat:
         until = time.monotonic() + 2 * ANSWER_SECONDS + 2 * self.interval
         asked = -1
         while time.monotonic() < until and not self._known.wait(POLL_SECONDS):
-            if asked != self._alarms:  # the one before was of another kind, and was none
-                asked = self._alarms
+            if asked != self._alarms.number:  # the one before was of another kind, and was none
+                asked = self._alarms.number
                 try:
                     self._raise_alarm("failed", reason)
                 except RuntimeError:  # torch's stores raise no other
@@ -197,8 +194,8 @@ class Heartbeat:
         state = self._own.state(now, self._left)
         self._note(state)
         self._say(state)
-        if self._answered or self._store.check([self._key("alarm")]):
-            self._answer(state)
+        if (alarm := self._alarms.asked()) is not None:
+            self._answer(alarm, state)
             return
         if state.ended:
             return
@@ -325,90 +322,77 @@ class Heartbeat:
     # The autopsy.
 
     def _raise_alarm(self, kind: AlarmKind, reason: str) -> None:
-        said = self._store.compare_set(
-            self._key("alarm"), "", json.dumps([self.rank, kind, reason])
-        )
-        self._asked = json.loads(said)[0] == self.rank
+        self._asked = self._alarms.ask(Alarm(rank=self.rank, kind=kind, reason=reason))
 
-    def _key(self, what: str, rank: int | None = None) -> str:
-        """Name a key of the alarm that comes next, or is on."""
-        return f"{what}/{self._alarms}" + ("" if rank is None else f"/{rank}")
-
-    def _answer(self, state: RankState) -> None:
+    def _answer(self, alarm: Alarm, state: RankState) -> None:
         """Say all to who has asked, and wait for the verdict, or find it."""
         now = time.monotonic()
         if not self._answered:
             self._answered = True
             self._alarmed_at = now
-            case = self._case(state)
-            self._store.set(self._key("case", self.rank), case.model_dump_json())
-        asker, kind, reason = json.loads(self._store.get(self._key("alarm")))
-        self._asked = asker == self.rank
-        if self._asked and not self._store.check([self._key("verdict")]):
-            self._judge(kind, reason, now)
-        if self._store.check([self._key("verdict")]):
-            self._learn(json.loads(self._store.get(self._key("verdict"))))
+            self._alarms.tell(self._case(state))
+        self._asked = alarm.rank == self.rank
+        verdict = self._alarms.verdict()
+        if verdict is None and self._asked:
+            verdict = self._judge(alarm, now)
+        if verdict is not None:
+            self._learn(verdict)
         elif now - self._alarmed_at > 2 * ANSWER_SECONDS + self.interval:
-            words = f"{reason}; rank {asker}, which asked why, has gone before it could say"
-            self._learn({"verdict": words, "first": [self.rank]})
+            words = f"{alarm.reason}; rank {alarm.rank}, which asked why, has gone before it "
+            self._learn(Verdict(words=f"{words}could say", first=(self.rank,)))
 
-    def _judge(self, kind: AlarmKind, reason: str, now: float) -> None:
+    def _judge(self, alarm: Alarm, now: float) -> Verdict | None:
+        """Say how the alarm ends; None: not all have answered yet."""
         ranks = range(self.world_size)
-        missing = [rank for rank in ranks if not self._store.check([self._key("case", rank)])]
-        if missing and now - self._alarmed_at < ANSWER_SECONDS + self.interval:
-            return
-        cases = {
-            rank: RankCase.model_validate_json(self._store.get(self._key("case", rank)))
-            for rank in ranks
-            if rank not in missing
-        }
+        told = self._alarms.told(ranks)
+        if len(told) < len(ranks) and now - self._alarmed_at < ANSWER_SECONDS + self.interval:
+            return None
+        cases = self._alarms.cases(told)
         silent: dict[int, RankState | None] = {}
-        for rank in missing:
+        for rank in sorted({*ranks} - {*told}):
             heard = self._hear(rank, now)
             said = None if heard is None else heard[0]
             if said is not None and said.ended:  # its last word
                 cases[rank] = RankCase(state=said)
             else:
                 silent[rank] = said
-        least = min((case.state.still for case in cases.values()), default=0.0)
-        live = {rank for case in cases.values() for rank in case.computing}
-        if kind == "silent":
-            was_none = {*silent} <= live
-        else:
-            was_none = kind == "still" and not silent and least < self.timeout * STILL / 2
-        if was_none:
-            self._store.set(self._key("verdict"), json.dumps(None))
-            return
-        autopsy = Autopsy.of(cases, silent, self.world_size, reason)
-        says_more = any(case.state.ended.startswith(RAISED) for case in cases.values())
-        words = autopsy.verdict
-        if not says_more:
-            with suppress(OSError):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                write_whole(self.folder / "autopsy.json", autopsy.model_dump_json(indent=1))
-                words += f" (slipstream autopsy {self.folder.resolve()} on {self.host})"
-        can = [rank for rank in autopsy.blamed if rank in cases and not cases[rank].state.ended]
-        first = can or [self.rank]
-        verdict = {"verdict": words, "first": first if kind != "failed" else None}
-        self._store.set(self._key("verdict"), json.dumps(verdict))
+        verdict = Verdict()
+        if not alarm.was_none(cases, silent, self.timeout):
+            autopsy = Autopsy.of(cases, silent, self.world_size, alarm.reason)
+            can = [rank for rank in autopsy.blamed if rank in cases and not cases[rank].state.ended]
+            first = None if alarm.kind == "failed" else tuple(can) or (self.rank,)
+            verdict = Verdict(words=self._written(autopsy), first=first)
+        self._alarms.judge(verdict)
+        return verdict
 
-    def _learn(self, found: dict[str, Any] | None) -> None:
+    def _written(self, autopsy: Autopsy) -> str:
+        """Write an autopsy, unless an exception says more; return its verdict, and where it is."""
+        if any(case.state.ended.startswith(RAISED) for case in autopsy.cases.values()):
+            return autopsy.verdict
+        with suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self.folder / "autopsy.json", autopsy.model_dump_json(indent=1))
+            where = f"slipstream autopsy {self.folder.resolve()} on {self.host}"
+            return f"{autopsy.verdict} ({where})"
+        return autopsy.verdict
+
+    def _learn(self, found: Verdict) -> None:
         """The end of this rank: by the main thread if that comes out of its exchange, else here."""
-        if found is None:  # no hang
-            self._alarms += 1
+        if not found.words:  # no hang
+            self._alarms.next()
             self._answered = self._asked = False
             self._heard.clear()  # silence counts anew
             return
         if self._known.is_set():
             return
-        self.verdict = found["verdict"]
+        self.verdict = found.words
         self._known.set()
         if self._left:
             return
-        if found["first"] is None:  # an exchange has failed elsewhere: this rank will see that, too
+        if found.first is None:  # an exchange has failed elsewhere: this rank will see that, too
             end: Callable[[], None] = self._end_if_still
         else:
-            end = partial(self._end_process, first=self.rank in found["first"])
+            end = partial(self._end_process, first=self.rank in found.first)
         threading.Thread(target=end, daemon=True).start()
 
     def _end_if_still(self) -> None:
@@ -444,12 +428,12 @@ class Heartbeat:
                 continue
             place = main_place()
             self._learn(
-                {
-                    "verdict": f"the run's store has not answered for {silence:.0f} s: the host "
+                Verdict(
+                    words=f"the run's store has not answered for {silence:.0f} s: the host "
                     f"of rank 0 is down, stopped or cut off from {self.host}; this rank is at "
                     f"{place.line or 'no line of its script'}",
-                    "first": [self.rank],
-                }
+                    first=(self.rank,),
+                )
             )
 
 

@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from slipstream.fusion.settings import OF_MODULES
 from slipstream.memory.recompute.rng_state import get_rng_state, set_rng_state
-
-_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes that every module has, and that a forward may read unnoticed."""
 
 
 class Untraceable(Exception):
@@ -120,7 +118,7 @@ def _probe(block: nn.Module, names: Sequence[str]) -> nn.Module:
 
     def getter(self: Any, name: str) -> Any:
         value = kind.__getattribute__(self, name)
-        own = name not in _OF_MODULES and name in object.__getattribute__(self, "__dict__")
+        own = name not in OF_MODULES and name in object.__getattribute__(self, "__dict__")
         if own and isinstance(value, list | dict | set):
             raise Untraceable(f"its forward reads self.{name}, which it may change")
         return value

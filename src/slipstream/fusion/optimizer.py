@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import lru_cache
 from typing import Any
@@ -121,7 +122,7 @@ class FusedOptimizer:
         stage = PreparedStep([], self._optimizer.state)
         shared: Set[int] = set()
         if self._form == BY_BLOCK:  # what it adds for blocks is not the user's
-            stage = PreparedStep([], self._optimizer.state.copy())
+            stage = PreparedStep([], defaultdict(dict, self._optimizer.state))
             shared = self._memory.of([p for having in with_gradients for p in having])
         known, self._small = self._small, {}
         for number, (group, having) in enumerate(zip(groups, with_gradients, strict=True)):

@@ -12,7 +12,8 @@ from torch.nn.modules import module as of_torch
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes that every module has, and that a forward may read unnoticed."""
 _HOOKS_OF_ALL: Iterable[dict[int, Any]] = [
     getattr(of_torch, f"_global{name}") for name in (*_HOOKS, "_forward_hooks_always_called")
 ]
@@ -37,7 +38,7 @@ def settings_of(block: nn.Module) -> Hashable:
         kind = type(module)
         found += [id(module), kind, id(kind.forward)]
         for name, value in vars(module).items():
-            if name not in _OF_MODULES:
+            if name not in OF_MODULES:
                 _add(value, seen, found)
     return tuple(found)
 

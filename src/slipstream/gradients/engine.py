@@ -41,17 +41,14 @@ from slipstream.gradients.finite import first_nonfinite
 from slipstream.gradients.interface import GradientEngine
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.gradients.messages import (
-    average_changed,
     backward_repeated,
     exchange_failed,
     gradient_outside,
     gradient_repeated,
     gradient_taken,
     out_of_step,
-    sum_changed,
     unfrozen,
 )
-from slipstream.gradients.momentum import largest_values
 from slipstream.gradients.ready_order import Observer, ReadyOrder
 from slipstream.gradients.report_rows import exchange_rows
 from slipstream.gradients.sampling import SampledGradients
@@ -66,6 +63,7 @@ from slipstream.gradients.segments import (
     parameters_of,
 )
 from slipstream.gradients.shards import ShardedGradient, Shards
+from slipstream.gradients.untouched import Untouched
 from slipstream.strategy import Row, SplitConfig
 from slipstream.trace.event import BUFFERS, allreduce
 from slipstream.trace.recorder import Stamp
@@ -150,10 +148,7 @@ class Engine(GradientEngine):
         self._averaged = self._undone = False
         self._failure: str | None = None
         self._observer: Observer | None = None  # until the first exchange
-        self._sums: list[tuple[NamedParameter, torch.Tensor, int]] = []  # and their versions
-        self._averages: list[tuple[NamedParameter, torch.Tensor, int]] = []  # with momentum
-        self._largest: torch.Tensor | None = None  # values of these, where the script steps itself
-        self._by_hand = False
+        self._untouched = Untouched(self._trainables)
         self._unsettled = False  # whether codecs have learned from an exchange without an update
         self.overflowed = self.nonfinite = False
         self.step = 0
@@ -185,7 +180,7 @@ class Engine(GradientEngine):
             raise out_of_step(self._failure)
         if exchange and self._averaged and self._compresses:
             raise backward_repeated()
-        self._check_sums()
+        self._untouched.check_sums()
         if RemovableHandle.next_id != self._next_hook:
             self._come_last()
         thawed = [t.name for t in self._frozen if t.parameter.requires_grad]
@@ -238,28 +233,12 @@ class Engine(GradientEngine):
         if backward.exchange:
             self._exchange(backward)
         else:
-            self._sums = self._present_gradients()
+            self._untouched.note_sums()
         self._backward = None
-
-    def _present_gradients(self) -> list[tuple[NamedParameter, torch.Tensor, int]]:
-        """With their versions, which tell later whether they were changed."""
-        with_gradient = ((t, t.parameter.grad) for t in self._trainables)
-        return [(t, g, g._version) for t, g in with_gradient if g is not None]
 
     def check_averages(self, *, by_hand: bool = False) -> None:
         """Refuse to update with gradients that were changed, where a codec has added momentum."""
-        for trainable, before, version in self._averages:
-            now = trainable.parameter.grad
-            if now is not before or now._version != version:
-                raise average_changed(trainable.name)
-        self._by_hand = by_hand
-        if self._largest is not None and not self._largest.equal(self._largest_now()):
-            raise average_changed(self._averages[0][0].name)
-
-    def _largest_now(self) -> torch.Tensor:
-        """The first division of a GradScaler is right, as there is no momentum yet: so these are
-        looked at from the second update on."""
-        return largest_values(gradient for _, gradient, _ in self._averages)
+        self._untouched.check_averages(by_hand=by_hand)
 
     def _come_last(self) -> None:
         """Run behind hooks that were registered since: they see, and may change, the gradient of
@@ -269,17 +248,6 @@ class Engine(GradientEngine):
             hooks = hook.hooks_dict_ref()
             if hooks is not None and next(reversed(hooks), hook.id) != hook.id:
                 hooks[hook.id] = hooks.pop(hook.id)  # torch does not see move_to_end()
-
-    def _check_sums(self) -> None:
-        """Refuse sums of this rank that were changed inside a window: clipped, say, by a norm that
-        is another one on each rank."""
-        sums, self._sums = self._sums, []
-        for trainable, before, version in sums:
-            now = trainable.parameter.grad
-            if now is None or (now is before and now._version == version):
-                continue
-            if (now._values() if now.is_sparse else now).any():  # else they begin anew
-                raise sum_changed(trainable.name)
 
     def _exchange(self, backward: _Backward) -> None:
         """Send what was not sent under backward, and wait for everything."""
@@ -296,8 +264,7 @@ class Engine(GradientEngine):
             backward.sampled.averages()
         self._unsettled = True
         if self._plan.momenta:
-            self._averages = self._present_gradients()
-            self._largest = self._largest_now() if self._by_hand else None
+            self._untouched.note_averages()
         if self._buffers:
             self._buffers.arrived()
         self._averaged, self._undone = True, False
@@ -313,9 +280,8 @@ class Engine(GradientEngine):
         self.step, self._plan = step, replace(self._plan, step=step)
         if self._unsettled:
             self._codecs.settle(used and not self.overflowed)
-        self._unsettled, self._averaged, self._sums, self._averages = False, False, [], []
-        self._undone = False
-        self._largest = None
+        self._unsettled = self._averaged = self._undone = False
+        self._untouched.forget()
         if late:
             self._buffers.forget()
         else:
@@ -507,7 +473,7 @@ class Engine(GradientEngine):
         if backward is None:
             if not self._local_only:
                 raise gradient_outside(self._trainables[index].name)
-            self._sums = []
+            self._untouched.forget_sums()
         elif backward.observer is not None:
             if parameter.grad is None:
                 raise gradient_taken(self._trainables[index].name)
@@ -532,11 +498,12 @@ class Engine(GradientEngine):
                     bucket.look()
             if self._channel.recording:
                 segment.ready = self._channel.stamp()
-            self._start(backward.next_segment, self._layout, backward.loss_scale, backward.looks)
+            self._start(backward, self._layout)
             backward.next_segment += 1
 
-    def _start(self, index: int, layout: GradientLayout, loss_scale: float, looks: bool) -> None:
-        """Hand the buckets of one segment to the channel."""
+    def _start(self, backward: _Backward, layout: GradientLayout) -> None:
+        """Hand the buckets of the next segment to the channel."""
+        index = backward.next_segment
         segment = layout.segments[index]
         what = f"segment {index + 1} of {len(layout.segments)}"
         describe = partial(exchange_failed, self._at, f"the exchange of {what}", segment.names)
@@ -552,18 +519,18 @@ class Engine(GradientEngine):
                     "ready": segment.ready,
                 }
             label = Label(allreduce(index + 1), describe, args, what, segment.names)
-            land = partial(self._land, bucket, layout.checks_finite, loss_scale, looks)
+            land = partial(self._land, bucket, backward, layout.checks_finite)
             self._channel.start(label, bucket.exchange(self.step), land)
 
-    def _land(self, bucket: Bucket, checks_finite: bool, loss_scale: float, looks: bool) -> None:
+    def _land(self, bucket: Bucket, backward: _Backward, checks_finite: bool) -> None:
         """The averages of one bucket are here, those of others may still be in flight."""
-        if looks:
+        if backward.looks:
             self._found.append(bucket.nonfinite)
         if checks_finite and not bucket.is_finite:
             self.overflowed = True
         bucket.finish()
         if bucket.may_overflow:
-            bucket.unscale(loss_scale)
+            bucket.unscale(backward.loss_scale)
 
     def _first_layout(self) -> GradientLayout:
         observer = self._observer or Observer(len(self._trainables))

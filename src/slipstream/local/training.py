@@ -118,6 +118,11 @@ class LocalTraining:
         """Whether ``auto`` is still to choose."""
         return self._undecided
 
+    @property
+    def in_use(self) -> LocalConfig | None:
+        """How ranks meet; None: ``auto`` has not chosen yet, or not to."""
+        return None if self._config.auto else self._config
+
     def decide(self, config: LocalConfig | None, reason: str) -> None:
         """Take over what ``auto`` has chosen, where an update ends; None: gradients are averaged to
         the end.

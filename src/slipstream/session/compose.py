@@ -37,7 +37,6 @@ from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session.accumulation import AccumulationWindow
 from slipstream.session.computing import install_compute
 from slipstream.session.exchanging import (
-    Given,
     GradientExchange,
     exchange_groups,
     install_exchange,
@@ -46,6 +45,7 @@ from slipstream.session.exchanging import (
     search_space,
     shards_at_start,
 )
+from slipstream.session.given import Given
 from slipstream.session.handles import Handle, HandleStack
 from slipstream.session.loading import install_balance, install_loader, useful_loading
 from slipstream.session.loop import TrainingLoop
@@ -128,9 +128,9 @@ def compose(
         shards = shards_at_start(given)
         if recorder is not None and strategy.trace.steps is not None:  # before it is installed
             recorder.meta["useful_compute"] = useful_settings(model, optimizer)
-            recorder.meta |= useful_loading(loader, strategy.data, dims)
+            recorder.meta |= useful_loading(given, loader)
         # Before precision and recompute, which wrap what it makes.
-        computing = install_compute(model, optimizer, strategy.compute, handles)
+        computing = install_compute(given)
         # Before all that exchanges parameters while the optimizer steps: it works inside.
         fused_optimizer = _fused_optimizer(given)
         # Changes the types of parameters: before the engine lays out their gradients.
@@ -151,33 +151,27 @@ def compose(
             fused_optimizer.attach()
             computing.append(fused_optimizer)
         # After the engine, whose segments it describes.
+        # At most one searches: `local` refuses what the other would search for.
         search = exchange.search or local_search(given, local)
         tracer = _tracer(given, exchange, search, computing)
         # After the tracer: where an epoch starts, an iteration begins.
-        balance = install_balance(loader, strategy.data, cluster, dims, handles)
-        session_loader = install_loader(
-            loader, balance, strategy.data, cluster, dims, recorder, tracer, handles, explaining
-        )
+        balance = install_balance(given, loader)
+        session_loader = install_loader(given, loader, balance, tracer)
         # After all that changes the model: what changes later is refused.
         members = Members(model, optimizer)
         handles.defer(members.close)
         loop = TrainingLoop(
-            model,
-            optimizer,
+            given,
             exchange,
-            dims,
             window=AccumulationWindow(
                 strategy.gradients.accumulate, dims.data_size, session_loader, balance
             ),
             precision=precision,
             tracer=tracer,
             members=members,
-            device=cluster.device,
             local=local,
             proof=_proof(given, exchange, local, name),
-            on_nonfinite=strategy.checks.nonfinite,
             progress=progress,
-            explaining=explaining,
         )
         loop.attach(step_hooks)
         if control is not None:
@@ -191,11 +185,10 @@ def compose(
             loader=session_loader,
             loop=loop,
             state=SessionState(model, exchange, dims, precision, session_loader, balance, local),
-            sharding=exchange.sharding,
             handles=handles,
         )
     if isinstance(local, OpenTraining):
-        session.join_others(local, local.at_least)
+        session.join_others(local)
     return session
 
 
@@ -226,7 +219,8 @@ def _heartbeat(
 
 
 def _recorder(strategy: Strategy, cluster: Cluster, space: SearchSpace) -> Recorder | None:
-    """Make the recorder of a search, if anything is left open, else of the user's trace."""
+    """Make the recorder of a search, if anything is left open, else of the user's trace; None: of
+    neither."""
     trace = strategy.trace
     if cluster.world_size > 1 and space.is_open:
         return Recorder(cluster.rank, SETTLING, space.first_window)
@@ -297,14 +291,9 @@ def _tracer(
     if given.recorder is None:
         return NoTracing()
     tracer = SessionTracer(
-        given.recorder,
-        given.model,
-        given.optimizer,
-        given.strategy,
+        given,
         exchange.engine,
-        given.dims,
         search,
-        given.cluster.device,
         lambda: [row for handle in computing for row in handle.report_rows()],
     )
     given.handles.defer(tracer.write, on_error=tracer.drop)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from slipstream.errors import ModelError
@@ -12,21 +11,21 @@ from slipstream.fusion.channels_last import ChannelsLast
 from slipstream.fusion.compiled_blocks import compile_blocks
 from slipstream.fusion.graphs import graph_blocks
 from slipstream.fusion.patterns import FusedPatterns, fuse_patterns
-from slipstream.session.handles import Handle, HandleStack
-from slipstream.strategy.compute import ComputeConfig, Pattern
+from slipstream.session.given import Given
+from slipstream.session.handles import Handle
+from slipstream.strategy.compute import Pattern
 
 
-def install_compute(
-    model: nn.Module, optimizer: torch.optim.Optimizer, compute: ComputeConfig, handles: HandleStack
-) -> list[Handle]:
+def install_compute(given: Given) -> list[Handle]:
     """Install what ``compute`` says of the model; returns the handles.
 
     Raises:
         ModelError: there is nothing in the model that a setting could change.
     """
+    model, compute, handles = given.model, given.strategy.compute, given.handles
     installed: list[Handle] = []
     if compute.channels_last:
-        installed.append(handles.add(ChannelsLast(model, optimizer)))
+        installed.append(handles.add(ChannelsLast(model, given.optimizer)))
     if compute.patterns:
         installed.append(handles.add(_fuse_patterns(model, compute.patterns)))
     if compute.compile:

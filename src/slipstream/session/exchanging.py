@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,10 +30,9 @@ from slipstream.local.open_carrier import OpenCarrier
 from slipstream.local.open_training import OpenTraining
 from slipstream.local.rendezvous import Rendezvous
 from slipstream.local.training import LocalTraining
-from slipstream.parallel.dims import ParallelDims
 from slipstream.parallel.whole_model import WholeModel
 from slipstream.precision.model_precision import ModelPrecision
-from slipstream.session.handles import HandleStack
+from slipstream.session.given import Given
 from slipstream.session.report import adaptive_rows, hosts_rows
 from slipstream.session.update_sharding import UpdateSharding, shards_of
 from slipstream.sharding.checks import why_not_sharded
@@ -48,7 +47,6 @@ from slipstream.strategy import (
     Strategy,
     codec_of,
 )
-from slipstream.trace.recorder import Recorder
 from slipstream.transport.channel import STAGES, Channel
 from slipstream.transport.hierarchical import HierarchicalTransport
 from slipstream.transport.hosts import Rails
@@ -58,32 +56,6 @@ from slipstream.transport.transport import Transport, make_transport
 from slipstream.tuner.local_search import LocalSearch
 from slipstream.tuner.online_search import OnlineSearch
 from slipstream.tuner.search_space import SearchSpace
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """Values that the steps of an installation have in common."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    strategy: Strategy
-    cluster: Cluster
-    dims: ParallelDims
-    recorder: Recorder | None
-    space: SearchSpace
-    handles: HandleStack
-    explaining: Callable[[], AbstractContextManager[object]]
-    """Turns an exchange that failed inside into an error that says why."""
-
-    @property
-    def codec(self) -> CodecConfig | None:
-        """Gradient codec; None without data-parallel peers."""
-        return self.strategy.gradients.codec if self.dims.data is not None else None
-
-    @property
-    def looks(self) -> bool:
-        """Whether gradients that are not finite are looked for."""
-        return self.strategy.checks.nonfinite != "allow"
 
 
 @dataclass(frozen=True, slots=True)

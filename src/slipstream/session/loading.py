@@ -11,24 +11,19 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from slipstream.calibration.rank_speed import rank_speeds
-from slipstream.cluster.connect import Cluster
 from slipstream.data.balance import SampleBalance, is_balanceable
 from slipstream.data.cache import cached_loader
 from slipstream.data.prefetch import is_prefetchable, prefetch
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import ModelError, UsageError
-from slipstream.parallel.dims import ParallelDims
-from slipstream.session.handles import HandleStack
+from slipstream.session.given import Given
 from slipstream.session.tracing import Tracer
-from slipstream.strategy import DataConfig
-from slipstream.trace.recorder import Recorder
 from slipstream.transport.consistency import agree
 
 
-def useful_loading(
-    loader: Iterable[Any] | None, data: DataConfig, dims: ParallelDims
-) -> dict[str, bool]:
+def useful_loading(given: Given, loader: Iterable[Any] | None) -> dict[str, bool]:
     """Which settings of ``data`` the loader allows and does not have, for a trace."""
+    data, dims = given.strategy.data, given.dims
     balanceable = is_balanceable(loader, dims.data_rank, dims.data_size)
     return {
         "prefetchable": data.prefetch is None and is_prefetchable(loader),
@@ -37,19 +32,13 @@ def useful_loading(
     }
 
 
-def install_balance(
-    loader: Iterable[Any] | None,
-    data: DataConfig,
-    cluster: Cluster,
-    dims: ParallelDims,
-    handles: HandleStack,
-) -> SampleBalance | None:
+def install_balance(given: Given, loader: Iterable[Any] | None) -> SampleBalance | None:
     """Who deals the samples to the ranks, if that is asked for.
 
     Raises:
         UsageError: there is no loader.
     """
-    config, speeds = data.balance, None
+    config, dims, speeds = given.strategy.data.balance, given.dims, None
     if config is None:
         return None
     if loader is None:
@@ -59,20 +48,13 @@ def install_balance(
         )
     where = {"rank": dims.data_rank, "ranks": dims.data_size}
     if config.speeds == "measured" and dims.control is not None:
-        speeds = rank_speeds(dims.control, cluster.device, dims.data_rank, dims.data_size)
-    return handles.add(SampleBalance(loader, config, speeds=speeds, **where))
+        device = given.cluster.device
+        speeds = rank_speeds(dims.control, device, dims.data_rank, dims.data_size)
+    return given.handles.add(SampleBalance(loader, config, speeds=speeds, **where))
 
 
 def install_loader(
-    loader: Iterable[Any] | None,
-    balance: SampleBalance | None,
-    data: DataConfig,
-    cluster: Cluster,
-    dims: ParallelDims,
-    recorder: Recorder | None,
-    tracer: Tracer,
-    handles: HandleStack,
-    explaining: Callable[[], AbstractContextManager[object]],
+    given: Given, loader: Iterable[Any] | None, balance: SampleBalance | None, tracer: Tracer
 ) -> UnevenInputLoader | None:
     """Install what the session iterates over: each technique reads from the one before it.
     Collective.
@@ -82,6 +64,7 @@ def install_loader(
         ModelError: the loader has no batch, or is none that a technique takes; on this rank.
         MismatchError: so it is on another rank, or only some ranks have a loader.
     """
+    data, dims = given.strategy.data, given.dims
     made: UnevenInputLoader | None = None
     error: Exception | None = None
     try:
@@ -92,9 +75,7 @@ def install_loader(
             )
         if loader is not None:
             _check_has_batches(loader)
-            made = _installed(
-                loader, balance, data, cluster, dims, recorder, tracer, handles, explaining
-            )
+            made = _installed(given, loader, balance, tracer)
     except Exception as raised:  # which other ranks would wait for
         error = raised
     if dims.control is not None:
@@ -105,16 +86,9 @@ def install_loader(
 
 
 def _installed(
-    loader: Iterable[Any],
-    balance: SampleBalance | None,
-    data: DataConfig,
-    cluster: Cluster,
-    dims: ParallelDims,
-    recorder: Recorder | None,
-    tracer: Tracer,
-    handles: HandleStack,
-    explaining: Callable[[], AbstractContextManager[object]],
+    given: Given, loader: Iterable[Any], balance: SampleBalance | None, tracer: Tracer
 ) -> UnevenInputLoader:
+    data, cluster, handles = given.strategy.data, given.cluster, given.handles
     # First, as it says what a batch is.
     loader = loader if balance is None else balance.loader
     if data.cache is not None:
@@ -135,12 +109,12 @@ def _installed(
     loader = loader if balance is None else balance.over(loader)
     session_loader = UnevenInputLoader(
         loader,
-        group=dims.data,
-        recorder=recorder,
+        group=given.dims.data,
+        recorder=given.recorder,
         on_start=tracer.iteration_begins,
         reading=reading,
         skipping=skipping,
-        explaining=explaining,
+        explaining=given.explaining,
     )
     handles.callback(session_loader.detach)
     return session_loader

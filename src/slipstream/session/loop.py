@@ -12,30 +12,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from slipstream.checks.own_view import UpdateCount
 from slipstream.codecs.compressor import any_infinite
 from slipstream.errors import UsageError
-from slipstream.gradients.shards import ShardedGradient
 from slipstream.kernels.surroundings import outside_autocast
 from slipstream.local.training import LocalTraining
-from slipstream.parallel.dims import ParallelDims, gather_objects
+from slipstream.parallel.dims import gather_objects
 from slipstream.parallel.whole_model import WholeModel
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session import messages
 from slipstream.session.accumulation import AccumulationWindow
 from slipstream.session.exchanging import GradientExchange
+from slipstream.session.given import Given
 from slipstream.session.members import Members
 from slipstream.session.proof import Proof
 from slipstream.session.step_hooks import StepHooks
 from slipstream.session.tracing import Tracer
+from slipstream.session.zeroing import Zeroing
 
 if TYPE_CHECKING:
     from slipstream.parallel.pipeline.pipeline import Pipeline
@@ -45,20 +45,16 @@ class TrainingLoop:
     """Backward passes and updates of one model.
 
     Args:
-        model: gradients of all its parameters are cleared after an update.
-        optimizer: steps once per update.
+        given: the model, whose gradients are cleared after an update; the optimizer, which steps
+            once per update; ranks that share the model, which are compared.
         exchange: averages the gradients; says who updates what.
-        dims: compares ranks that share the model.
         window: counts the backward passes of an update.
         precision: scales the loss.
         tracer: records the spans.
         members: the parameters that are trained.
-        device: of the model.
         local: holds the meetings of ranks that train on their own; None: they do not.
         proof: compares ranks now and then; None: it is not asked for.
-        on_nonfinite: what happens where gradients are infinite or NaN without a loss scale.
         progress: is told of each update.
-        explaining: turns an exchange that failed inside into an error that says why.
 
     Attributes:
         engine: averages the gradients.
@@ -69,31 +65,28 @@ class TrainingLoop:
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        given: Given,
         exchange: GradientExchange,
-        dims: ParallelDims,
         *,
         window: AccumulationWindow,
         precision: ModelPrecision,
         tracer: Tracer,
         members: Members,
-        device: torch.device,
-        local: LocalTraining | None = None,
-        proof: Proof | None = None,
-        on_nonfinite: str = "raise",
+        local: LocalTraining | None,
+        proof: Proof | None,
         progress: UpdateCount,
-        explaining: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self.model, self.optimizer, self.device = model, optimizer, device
+        # Not ``given`` itself: its handles would close a circle, see below.
+        self.model, self.optimizer, self.device = given.model, given.optimizer, given.cluster.device
         self.engine, self.momentum_correction = exchange.engine, exchange.momentum
         self.sharding, self.search = exchange.sharding, exchange.search
-        self.dims, self.window, self.precision = dims, window, precision
+        self.dims, self.window, self.precision = given.dims, window, precision
         self.tracer, self.members, self.local = tracer, members, local
-        self.progress, self.explaining = progress, explaining
-        self._on_nonfinite, self.proof = on_nonfinite, proof
+        self.progress, self.explaining, self.proof = progress, given.explaining, proof
+        self._on_nonfinite = given.strategy.checks.nonfinite
         self.steps = self.skipped = self.backwards = 0
-        self._parameters = tuple(model.parameters())
+        self._parameters = tuple(self.model.parameters())
+        self._zeroing = Zeroing(self.model, self.optimizer)
         # weak: the hooks call back, and a circle would keep the groups of a session that is over
         self._hooks: Callable[[], StepHooks | None] = lambda: None
         self._compared = False  # the first batches of ranks that share the model
@@ -101,7 +94,6 @@ class TrainingLoop:
         self._local_only = False  # inside no_sync()
         self._backward_done = False  # step() is next
         self._exchanged = False  # by the last backward pass: the averages are there
-        self._sum: tuple[nn.Parameter, torch.Tensor, int] | None = None  # one of an open window
         self._updating = False  # inside an update of step()
         self._by_hand: bool | None = None  # inside one by hand; True: it is skipped
         self._used = False  # by one by hand, which leaves the gradients
@@ -143,13 +135,13 @@ class TrainingLoop:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """In which gradients are computed and averaged, in the types that they have."""
+        """Run what is inside without autocast, and explain an exchange that fails."""
         with self.explaining(), outside_autocast(self.device):
             yield
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool, loss_scale: float) -> None:
         """Backward of one loss; raises as ``Session.backward``."""
-        loss_scale = self._checked_scale(loss_scale, self.dims.check_same_loss, loss)
+        loss_scale = self._open_backward(loss_scale, self.dims.check_same_loss, loss)
         if loss_scale == 1.0:  # else it may be scaled
             self.tracer.sees_loss(loss)
 
@@ -176,7 +168,7 @@ class TrainingLoop:
     ) -> torch.Tensor:
         """Forward and backward of all micro-batches; raises as ``Session.forward_backward``."""
         batch = (args, kwargs, target)
-        loss_scale = self._checked_scale(loss_scale, self.dims.check_same_batch, batch)
+        loss_scale = self._open_backward(loss_scale, self.dims.check_same_batch, batch)
         self.tracer.forward_begins(args, kwargs)
         scale = loss_scale * self.window.weight / self.window.accumulate
         loss = torch.full((), torch.nan)  # of a dummy batch, which is not computed
@@ -188,8 +180,8 @@ class TrainingLoop:
         self._run_backward(run, loss_scale)
         return loss
 
-    def _checked_scale(self, given: float, compare: Callable[[Any], None], value: object) -> float:
-        """The loss scale of a backward pass, which begins here.
+    def _open_backward(self, given: float, compare: Callable[[Any], None], value: object) -> float:
+        """Begin a backward pass; returns its loss scale.
 
         Ranks that share a model need the same batches; the first ones are compared.
         """
@@ -200,18 +192,18 @@ class TrainingLoop:
             self.local.check()
             self.window.island = None if self.local.warms_up else self.local.island.ranks
         self.sharding.watch.end()
-        if self._used and not self._is_zeroed():
+        if self._used and not self._zeroing.done:
             raise messages.gradients_kept()
         if self._used:
             self._clear()
         self.settle(in_forward=True)
-        self._check_sums()
+        self._zeroing.check_sum(self._window)
         self.whole.check_gradients()
         self.momentum_correction.check_loads()
         loss_scale = self.precision.take(given)
         self.window.check_scale(loss_scale)
-        if loss_scale != 1.0 and not self.window_open and not self._is_zeroed():
-            raise messages.gradients_unscaled(self._name_of_left())
+        if loss_scale != 1.0 and not self.window_open and not self._zeroing.done:
+            raise messages.gradients_unscaled(self._zeroing.name_of_left())
         if not self._compared:
             compare(value)
             self._compared = True
@@ -245,7 +237,7 @@ class TrainingLoop:
         self.whole.note_gradients()
         self._backward_done, self._exchanged = True, exchange
         if not exchange and not self._local_only:  # what no_sync() has gathered may be thrown away
-            self._sum = self._first_sum()
+            self._zeroing.note_sum()
         self.backwards += 1
         self.tracer.exchanged(self.engine.ready)
         if exchange and self.search is not None and self.search.watches:
@@ -299,7 +291,7 @@ class TrainingLoop:
         """Average what the window has gathered, where its last backward pass has not: it was in
         ``no_sync()``, or is not the last."""
         self.sharding.watch.end()
-        self._check_sums()
+        self._zeroing.check_sum(self._window)
         if self.update_due:
             return
         self.whole.check_gradients()
@@ -321,7 +313,7 @@ class TrainingLoop:
     def settle(self, *, in_forward: bool = False) -> None:
         """Forget an update that the script has skipped, by zeroing its gradients. ``in_forward``: a
         graph waits for its backward."""
-        if self._backward_done and self.update_follows and self._is_zeroed():
+        if self._backward_done and self.update_follows and self._zeroing.done:
             self._end_update(None)
         if not in_forward:
             self._meet()
@@ -360,7 +352,7 @@ class TrainingLoop:
         self._used = False
 
     def _begin_update(self, *, by_hand: bool) -> bool:
-        """All that precedes ``optimizer.step()``; whether it must be skipped."""
+        """Check gradients and members before ``optimizer.step()``; return whether to skip it."""
         if self.local is not None:
             self.local.check_outside("step")
         self.sharding.watch.end()
@@ -377,7 +369,8 @@ class TrainingLoop:
         return skip
 
     def _end_update(self, skip: bool | None) -> None:
-        """All that follows; ``skip``: there was an overflow; None: the script skipped it."""
+        """Count the update and tell every part of its end; ``skip``: gradients overflowed; None:
+        the script made no step."""
         self._backward_done = self._exchanged = False
         worked = skip is False and self.window.contributions > 0
         if skip is False:
@@ -435,25 +428,6 @@ class TrainingLoop:
         if shared and (self.window_open or all(p.grad is None for p in shared)):
             raise messages.other_step(optimizer)
 
-    def _held(self) -> set[torch.Tensor]:
-        return {p for group in self.optimizer.param_groups for p in group["params"]}
-
-    def _first_sum(self) -> tuple[nn.Parameter, torch.Tensor, int] | None:
-        """A parameter with a gradient, and its version: to look at values would wait for a GPU."""
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    return parameter, parameter.grad, parameter.grad._version
-        return None
-
-    def _is_zeroed(self) -> bool:
-        """Whether the script has zeroed the gradients of the optimizer's parameters."""
-        return all(map(_is_zero, self._held()))
-
-    def _name_of_left(self) -> str:
-        named = self.model.named_parameters()
-        return next((n for n, p in named if not _is_zero(p)), "a parameter of the optimizer")
-
     def _overflowed(self) -> bool:
         """Whether the update must be skipped; the same on every rank."""
         if self.engine.overflowed:
@@ -492,16 +466,6 @@ class TrainingLoop:
             return "a window whose last backward() was in no_sync()"
         return f"an accumulation window of {self.window.accumulate} backward passes"
 
-    def _check_sums(self) -> None:
-        """Refuse a window whose gradients the script has zeroed, as loops do before a backward."""
-        kept, self._sum = self._sum, None
-        if kept is None:
-            return
-        parameter, before, version = kept
-        now = parameter.grad
-        if (now is not before or now._version != version) and self._is_zeroed():
-            raise messages.sums_zeroed(self._window)
-
     def check_clip(self) -> None:
         """Refuse to clip what is not the gradient of an update.
 
@@ -529,13 +493,3 @@ class TrainingLoop:
         if self._broken_off and self.dims.control is not None:
             raise messages.broken_off(self.steps + 1)
         self.whole.check_in_step()
-
-
-def _is_zero(parameter: torch.Tensor) -> bool:
-    gradient = parameter.grad
-    if gradient is None:
-        return True
-    if isinstance(gradient, ShardedGradient):
-        return gradient.zeroed
-    with torch._C.DisableTorchFunctionSubclass():  # the look of a script at it would be noticed
-        return not (gradient._values() if gradient.is_sparse else gradient).any()

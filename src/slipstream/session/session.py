@@ -20,11 +20,10 @@ from slipstream.errors import ModelError, SlipstreamError, UsageError
 from slipstream.gradients.segments import SegmentStats
 from slipstream.local.open_training import OpenTraining
 from slipstream.parallel.dims import ParallelDims
-from slipstream.session.checkpoint import Part, checked, joined
+from slipstream.session.checkpoint import PARTS, Part, checked, joined
 from slipstream.session.handles import Handle, HandleStack
 from slipstream.session.loop import TrainingLoop
 from slipstream.session.state import SessionState
-from slipstream.session.update_sharding import UpdateSharding
 from slipstream.strategy import Row, Strategy, overview
 from slipstream.strategy.overview import plain_text, summary
 
@@ -59,7 +58,6 @@ class Session(Generic[M, O]):
         loader: UnevenInputLoader | None,
         loop: TrainingLoop,
         state: SessionState,
-        sharding: UpdateSharding,
         handles: HandleStack,
     ) -> None:
         self.model, self.optimizer, self.strategy = model, optimizer, strategy
@@ -67,29 +65,24 @@ class Session(Generic[M, O]):
         self.data_rank, self.data_size = dims.data_rank, dims.data_size
         self._skipped = 0  # of a closed session
         self._cluster, self._loader, self._loop = cluster, loader, loop
-        self._state, self._sharding = state, sharding
+        self._state = state
         self._closed = False
         self._handles = handles.pop_all()  # from here on the session undoes the installation
         atexit.register(self.__exit__, SystemExit, SystemExit(), None)
 
-    def join_others(self, local: OpenTraining, jobs: int) -> None:
-        """Join jobs that come and go, and take over a share of the data of ``jobs``;
-        ``accelerate()`` does."""
+    def join_others(self, local: OpenTraining) -> None:
+        """Join jobs that come and go, and take over a share of their data; ``accelerate()``
+        does."""
         try:
             local.join(self._state_for_others, self._restore)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
-        self.data_rank, self.data_size = local.slot % jobs, jobs
+        self.data_rank, self.data_size = local.slot % local.at_least, local.at_least
 
     def _state_for_others(self) -> dict[str, Any]:
         """Collect all that a job takes over which joins; gradients of an open update stay here."""
-        whole = self._sharding.model
-        return {
-            "model": whole.full_state_dict(),
-            "optimizer": whole.full_optimizer_state_dict(),
-            "session": self._state.state(self._loop.steps),
-        }
+        return self._gathered(PARTS, sharded=False)
 
     # The loop.
 
@@ -137,7 +130,7 @@ class Session(Generic[M, O]):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             seen = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss)
             raise UsageError(f"backward() takes a loss of one element, not {seen}; use loss.mean()")
-        if self._sharding.model.pipeline is not None:
+        if self._loop.whole.pipeline is not None:
             raise UsageError(
                 "backward() of a model that is cut into stages; call "
                 "session.forward_backward(loss_fn, (inputs,), target=target) instead of forward, "
@@ -193,7 +186,7 @@ class Session(Generic[M, O]):
             (torch.Size([]), True)
         """
         self._must_be_open("forward_backward")
-        pipeline = self._sharding.model.pipeline
+        pipeline = self._loop.whole.pipeline
         if pipeline is not None:
             with self._loop.explaining():
                 return self._loop.pipeline_backward(
@@ -361,7 +354,7 @@ class Session(Generic[M, O]):
             return self._gathered(wanted, sharded)
 
     def _gathered(self, wanted: tuple[Part, ...], sharded: bool) -> dict[str, Any]:
-        whole, state = self._sharding.model, dict[str, Any]()
+        whole, state = self._loop.whole, dict[str, Any]()
         if "model" in wanted:
             state["model"] = whole.full_state_dict()
         if "optimizer" in wanted:
@@ -406,7 +399,7 @@ class Session(Generic[M, O]):
         self._must_have_no_gradients("restore")
         if "session" in state:  # before anything is loaded
             self._state.check(state["session"])
-        whole = self._sharding.model
+        whole = self._loop.whole
         if "model" in state:
             whole.load_full_state_dict(state["model"])
         if "optimizer" in state:
@@ -432,7 +425,7 @@ class Session(Generic[M, O]):
         self._must_be_open("clip_grad_norm_")
         self._loop.check_clip()
         with self._loop.running():
-            return self._sharding.model.clip_grad_norm_(max_norm)
+            return self._loop.whole.clip_grad_norm_(max_norm)
 
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -444,7 +437,7 @@ class Session(Generic[M, O]):
         """
         self._must_be_open("evaluate")
         with self._loop.explaining():
-            return self._sharding.model.evaluate(args, kwargs)
+            return self._loop.whole.evaluate(args, kwargs)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -468,7 +461,7 @@ class Session(Generic[M, O]):
         """
         self._must_be_open("evaluating")
         self._loop.settle()  # an update that the script has skipped ends before, not inside
-        with self._sharding.model.evaluating():
+        with self._loop.whole.evaluating():
             yield
 
     # Beside training, report and end.
@@ -576,7 +569,7 @@ class Session(Generic[M, O]):
         finally:
             # A gloo group ends its threads when its last reference goes; threads that are still
             # there when the interpreter ends abort the process, after a run that went well.
-            del loop, self._loop, self._state, self._sharding, self._cluster
+            del loop, self._loop, self._state, self._cluster
             if not in_flight:  # freeing a group that waits for a peer hangs
                 cluster.close()
         if broken is not None:

@@ -17,14 +17,14 @@ from slipstream.fusion.chains import CONVOLUTIONS
 from slipstream.gradients.interface import GradientEngine
 from slipstream.gradients.layout import Gradient
 from slipstream.gradients.segments import gradients_of, parameters_of
-from slipstream.parallel.dims import ParallelDims
 from slipstream.plain_copy import attach
+from slipstream.session.given import Given
 from slipstream.session.gradient_norms import GradientNorms
 from slipstream.sharding.checks import refusal_of_sharded
 from slipstream.strategy import Row, ShardedConfig, Strategy
 from slipstream.trace import chrome
 from slipstream.trace.event import BACKWARD, FORWARD, OPTIMIZER, Trace
-from slipstream.trace.recorder import Recorder, Stamp
+from slipstream.trace.recorder import Stamp
 from slipstream.transport.consistency import collective_errors
 from slipstream.tuner.speed_watch import SpeedWatch
 from slipstream.tuner.turns import SETTLING
@@ -37,35 +37,28 @@ class Search(Protocol):
     @property
     def steps(self) -> int:
         """Iterations in the next window."""
-        ...
 
     @property
     def settled(self) -> bool:
         """Whether the choice no longer changes."""
-        ...
 
     @property
     def outcome(self) -> str:
         """The result so far, as a sentence."""
-        ...
 
     @property
     def in_use(self) -> Mapping[str, Any]:
-        """Settings of gradients that it has put in the place of the strategy's."""
-        ...
+        """Settings that it has put in the place of the strategy's, by group; None: no group."""
 
     @property
     def watch(self) -> SpeedWatch | None:
         """Watches the speed of updates once it has settled; None: nothing does."""
-        ...
 
     def proceed(self, trace: Trace | None) -> bool:
         """Go on from a window, which rank 0 has; whether another follows. A collective."""
-        ...
 
     def changed(self, update: int) -> bool:
         """Whether the speed of updates has changed and it begins anew. A collective, maybe."""
-        ...
 
 
 class NoTracing:
@@ -101,32 +94,27 @@ class SessionTracer:
     ``trace.steps`` comes after it. A search that begins anew later does the same again.
 
     Args:
-        recorder: of this rank.
-        model: its forward begins the forward span.
-        optimizer: of the model.
-        strategy: says which steps, and where to write.
+        given: the recorder of this rank; the model, whose forward begins the forward span; the
+            strategy, which says which steps, and where to write; ranks that share a model, of which
+            each counts its part of the samples.
         engine: exchanges the gradients of the model.
-        dims: all ranks; of those that share a model each counts its part of the samples.
         search: for the fastest exchange; None: there is none.
-        device: of the model.
         computing: rows of the report on how the device computes.
     """
 
     def __init__(
         self,
-        recorder: Recorder,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        strategy: Strategy,
+        given: Given,
         engine: GradientEngine,
-        dims: ParallelDims,
         search: Search | None,
-        device: torch.device,
-        computing: Callable[[], Sequence[Row]] = tuple,
+        computing: Callable[[], Sequence[Row]],
     ) -> None:
-        self.recorder, self.model, self.optimizer = recorder, model, optimizer
-        self.strategy, self.engine, self.dims = strategy, engine, dims
-        self.search, self.device, self.computing = search, device, computing
+        # Not ``given`` itself, whose handles hold this tracer: a circle would keep the groups of a
+        # session that is over.
+        assert given.recorder is not None
+        self.recorder, self.model, self.optimizer = given.recorder, given.model, given.optimizer
+        self.strategy, self.engine, self.dims = given.strategy, engine, given.dims
+        self.search, self.device, self.computing = search, given.cluster.device, computing
         self._in_users_window = search is None
         self._aligned = self._closed = False
         self._written = 0  # files
@@ -139,9 +127,10 @@ class SessionTracer:
         self._start: Stamp = 0.0
         self._end: Stamp = 0.0
         self.iteration_begins()  # a collective that may fail: before the hook is installed
-        trained = [t.parameter for t in parameters_of(model, trainable=True)]
+        trained = [t.parameter for t in parameters_of(self.model, trainable=True)]
+        strategy = self.strategy
         norms = trained if strategy.trace.norms and strategy.local is None else []
-        self._norms = GradientNorms(norms, engine, recorder)
+        self._norms = GradientNorms(norms, engine, self.recorder)
         self._remove_hook = self._hook_forward()
 
     def _hook_forward(self) -> Callable[[], None]:
@@ -332,8 +321,9 @@ def _metadata(
     else:
         gradients = engine.gradients
         document["gradients"]["split"] = engine.split.document(full=True)
-    if search is not None:
-        document["gradients"] |= search.in_use
+    in_use = {} if search is None else search.in_use
+    for group, settings in in_use.items():
+        document[group] = None if settings is None else {**document[group], **settings}
     places = {t.name: i for i, t in enumerate(parameters_of(model, trainable=True))}
     said = {} if search is None else {"search": search.outcome}
     return said | {

@@ -5,10 +5,6 @@ Other rooms read these values and act on them. Nothing here imports torch.
 
 from slipstream.strategy.checks import ChecksConfig as ChecksConfig
 from slipstream.strategy.codec import (
-    AdaptiveConfig as AdaptiveConfig,
-    ByNameConfig as ByNameConfig,
-    CodecConfig as CodecConfig,
-    CodecRuleConfig as CodecRuleConfig,
     CodecVariant as CodecVariant,
     DgcConfig as DgcConfig,
     HalfConfig as HalfConfig,
@@ -18,6 +14,12 @@ from slipstream.strategy.codec import (
     PlainCodecConfig as PlainCodecConfig,
     PowerSgdConfig as PowerSgdConfig,
     TopKConfig as TopKConfig,
+)
+from slipstream.strategy.codec_choice import (
+    AdaptiveConfig as AdaptiveConfig,
+    ByNameConfig as ByNameConfig,
+    CodecConfig as CodecConfig,
+    CodecRuleConfig as CodecRuleConfig,
     at_once as at_once,
     codec_of as codec_of,
     keeps_state as keeps_state,

@@ -15,7 +15,7 @@ from pydantic import Field, NonNegativeInt, model_validator
 
 from slipstream.errors import StrategyError
 from slipstream.strategy.checks import ChecksConfig
-from slipstream.strategy.codec import CodecConfig
+from slipstream.strategy.codec_choice import CodecConfig
 from slipstream.strategy.compute import ComputeConfig
 from slipstream.strategy.data import DataConfig
 from slipstream.strategy.local import MeetingsConfig

@@ -33,11 +33,14 @@ class Meetings(Protocol):
     @property
     def undecided(self) -> bool:
         """Whether a choice is still to come."""
+
+    @property
+    def in_use(self) -> LocalConfig | None:
+        """How ranks meet; None: they do not, or not yet."""
         ...
 
     def decide(self, config: LocalConfig | None, reason: str) -> None:
         """Meet as ``config`` says; None: never."""
-        ...
 
 
 class LocalSearch:
@@ -73,8 +76,9 @@ class LocalSearch:
 
     @property
     def in_use(self) -> dict[str, Any]:
-        """Settings of gradients that a search has put in the place of the strategy's: none."""
-        return {}
+        """How ranks meet, in the place of what the strategy says."""
+        config = self._meetings.in_use
+        return {"local": None if config is None else config.document(full=True)}
 
     def changed(self, update: int) -> bool:
         """Whether it begins anew: never."""

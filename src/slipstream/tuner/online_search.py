@@ -263,9 +263,9 @@ class OnlineSearch:
 
     @property
     def in_use(self) -> dict[str, Any]:
-        """Settings of gradients that the search has put in the place of the strategy's."""
+        """Settings that the search has put in the place of the strategy's."""
         transport = self.choice.transport.document(full=True)
-        return {"transport": transport, "overlap": self.choice.overlap}
+        return {"gradients": {"transport": transport, "overlap": self.choice.overlap}}
 
     def install_due(self) -> None:
         """Install what was chosen since the last call; a collective.

@@ -406,6 +406,25 @@ def grad_scaler_overflow(run: Loop) -> None:
     _by_scaler(run, clips=False, overflow=True)
 
 
+class HeavyBall(torch.optim.Optimizer):
+    """Sets ``data``, and keeps the former one."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    former = self.state[p].get("former", p.data)
+                    self.state[p]["former"] = p.data
+                    p.data = p.data - group["lr"] * p.grad + 0.5 * (p.data - former)
+
+
+@habit("an optimizer of one's own that sets data", "optimizer's momentum")
+def data_set_in_step(run: Loop) -> None:
+    run.optimizer = HeavyBall(run.model.parameters(), {"lr": 0.05})
+    run.start()
+    run.update(times=3)
+
+
 @habit("optimizer.step() by hand")
 def step_by_hand(run: Loop) -> None:
     run.start()

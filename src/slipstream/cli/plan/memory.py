@@ -25,6 +25,7 @@ from slipstream.analysis.compact_table import compact
 from slipstream.errors import ModelError, StrategyError
 
 COUNT = "slipstream.cli.plan.count"
+# Names of those that count.py makes, which imports torch; this file does not.
 OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "adagrad", "rmsprop", "lamb", "lars")
 _MEANING = (
     "Against: the batch of the first line. Activations and total: at the batch; where none fits, "

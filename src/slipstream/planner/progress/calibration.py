@@ -216,12 +216,3 @@ def _norms(found: Sequence[Mapping[str, float]], ranks: int) -> tuple[float, flo
 
 def _iterations(trace: Trace) -> Iterable[Any]:
     return (event for event in trace.events if event.name == ITERATION)
-
-
-def run_of(trace: Trace, strategy: Mapping[str, Any], seconds: float, error: float) -> LossRun:
-    """The losses of a traced run from its first update on.
-
-    Raises:
-        TraceError: an update has no loss.
-    """
-    return LossRun(strategy=dict(strategy), seconds=seconds, error=error, losses=losses_of(trace))

@@ -63,8 +63,17 @@ def exact(workload: Workload, network: NetworkProfile, base: Strategy) -> list[S
         network: what an exchange costs.
         base: the strategy to start from.
     """
+    return _exact(workload, network, base, *_by_split(workload, network, base))
+
+
+def _exact(
+    workload: Workload,
+    network: NetworkProfile,
+    base: Strategy,
+    fixed: Sequence[Strategy],
+    best: Strategy,
+) -> list[Strategy]:
     kind = transport_kind(base.gradients.transport)
-    fixed, best = _by_split(workload, network, base)
     strategies = [*fixed, best]
     for transport in ALTERNATIVES:
         if transport_kind(transport) != kind and is_priced(transport, network):
@@ -104,8 +113,9 @@ def lossy(workload: Workload, network: NetworkProfile, bases: Sequence[Strategy]
 
 def every(workload: Workload, network: NetworkProfile, base: Strategy) -> list[Strategy]:
     """`exact`, then `lossy` on ``base`` and on its optimal split."""
-    _, best = _by_split(workload, network, base)
-    strategies = exact(workload, network, base) + lossy(workload, network, [base, best])
+    fixed, best = _by_split(workload, network, base)
+    strategies = _exact(workload, network, base, fixed, best)
+    strategies += lossy(workload, network, [base, best])
     return _distinct(strategies, workload.gradients)
 
 

@@ -1,0 +1,84 @@
+"""Gradients that a script must leave alone between two calls of the engine.
+
+They are remembered with their versions, which torch counts up where a tensor is changed in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from slipstream.gradients.messages import average_changed, sum_changed
+from slipstream.gradients.momentum import largest_values
+from slipstream.gradients.segments import NamedParameter
+
+
+class Untouched:
+    """Sums of a window that is open, and averages in which a codec has put momentum.
+
+    Args:
+        trainables: the parameters whose gradients these are.
+    """
+
+    def __init__(self, trainables: Sequence[NamedParameter]) -> None:
+        self._trainables = trainables
+        self._sums: list[tuple[NamedParameter, torch.Tensor, int]] = []
+        self._averages: list[tuple[NamedParameter, torch.Tensor, int]] = []
+        self._largest: torch.Tensor | None = None  # values of these
+        self._by_hand = False  # whether the script calls optimizer.step()
+
+    def note_sums(self) -> None:
+        """Remember the gradients: they are sums of this rank."""
+        self._sums = self._present()
+
+    def forget_sums(self) -> None:
+        """Let them change: they came outside of a backward pass of the session."""
+        self._sums = []
+
+    def check_sums(self) -> None:
+        """Refuse sums that were changed inside a window: clipped, say, by a norm that is another
+        one on each rank.
+
+        Raises:
+            UsageError: names the parameter.
+        """
+        sums, self._sums = self._sums, []
+        for trainable, before, version in sums:
+            now = trainable.parameter.grad
+            if now is None or (now is before and now._version == version):
+                continue
+            if (now._values() if now.is_sparse else now).any():  # else they begin anew
+                raise sum_changed(trainable.name)
+
+    def note_averages(self) -> None:
+        """Remember the gradients: they are averages with momentum."""
+        self._averages = self._present()
+        self._largest = self._largest_now() if self._by_hand else None
+
+    def check_averages(self, *, by_hand: bool) -> None:
+        """Refuse averages that were changed; ``by_hand``: the script calls ``optimizer.step()``.
+
+        Raises:
+            UsageError: names the parameter.
+        """
+        for trainable, before, version in self._averages:
+            now = trainable.parameter.grad
+            if now is not before or now._version != version:
+                raise average_changed(trainable.name)
+        self._by_hand = by_hand
+        if self._largest is not None and not self._largest.equal(self._largest_now()):
+            raise average_changed(self._averages[0][0].name)
+
+    def forget(self) -> None:
+        """Let all change: the update is done."""
+        self._sums, self._averages, self._largest = [], [], None
+
+    def _present(self) -> list[tuple[NamedParameter, torch.Tensor, int]]:
+        with_gradient = ((t, t.parameter.grad) for t in self._trainables)
+        return [(t, g, g._version) for t, g in with_gradient if g is not None]
+
+    def _largest_now(self) -> torch.Tensor:
+        """The first division of a GradScaler is right, as there is no momentum yet: so these are
+        looked at from the second update on."""
+        return largest_values(gradient for _, gradient, _ in self._averages)
