@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,6 @@ DECIDED = local_search.WINDOW + 2
 UPDATES = 30
 SLOW = 1e3
 """Bits a second."""
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def on_a_link_of(rate: float, patch: pytest.MonkeyPatch) -> None:

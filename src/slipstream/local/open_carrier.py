@@ -34,7 +34,7 @@ class Resident(Protocol):
     """A training, which lives on an island."""
 
     def save(self) -> Mapping[str, Any]:
-        """All that another island needs in order to take part; nothing is on its way."""
+        """Collect all that another island needs in order to take part; nothing is on its way."""
 
     def settle(self, state: Mapping[str, Any], *, again: bool) -> None:
         """Go on from another island's state; ``again``: with what this one has done since."""

@@ -124,7 +124,7 @@ def _group(place: str, value: Any) -> Mistakes:
 
 
 def _mark(place: str, value: Any) -> Mistakes:
-    """Whose part of a state it is."""
+    """Check the mark that says whose part of a state it is."""
     if not isinstance(value, Mapping):
         yield _wrong(place, value, "a mapping")
         return
