@@ -308,6 +308,7 @@ def _meeting(place: str, value: Any) -> Mistakes:
         return
     yield from _count(f"{place}.done", value.get("done"))
     yield from _count(f"{place}.counted", value.get("counted", 0))
+    yield from _each(f"{place}.names", value.get("names", []), _name)
     in_flight = value.get("due") is not None
     if in_flight:
         yield from _count(f"{place}.due", value["due"])
