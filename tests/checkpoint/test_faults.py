@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import pickle
@@ -19,14 +20,9 @@ import torch
 import slipstream
 from slipstream.checkpoint import Checkpoints, folder as folders, read, storage
 from slipstream.errors import CheckpointError
+from slipstream.tuner.trials import MARK
 from tests.harness.ranks import RankFailure, Ranks
 from tests.session.training import Session, opened, update
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def three_saved(folder: Path | str, **options: Any) -> list[str]:
@@ -47,6 +43,20 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
         "update-00000003",
     ]
     assert three_saved(tmp_path, keep=1) == ["update-00000006"]
+
+
+def test_a_trial_leaves_the_checkpoints_of_a_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    three_saved("runs/a")
+    for trial in ("01", "02"):
+        monkeypatch.setenv(MARK, str(tmp_path / "logs" / trial))
+        assert three_saved("runs/a")[-1] == "update-00000003"  # from the first update on
+        assert three_saved("other/runs/a")[-1] == "update-00000003"
+    monkeypatch.delenv(MARK)
+    assert three_saved("runs/a")[-1] == "update-00000006"
+    assert not Path("other").exists()
 
 
 def truncate(path: Path) -> None:
@@ -106,6 +116,67 @@ def restored(folder: str) -> tuple[int, list[str]]:
         warnings.simplefilter("always")
         with opened() as session:
             return Checkpoints(folder).restore(session), [str(one.message) for one in caught]
+
+
+STALE = OSError(errno.ESTALE, "Stale file handle")
+FULL = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+UNREAD: dict[str, tuple[str, Exception, str]] = {
+    "the file system, as sums are compared": (
+        "slipstream.checkpoint.folder.checksum", STALE, "Stale file handle",
+    ),
+    "the file system, as torch reads": (
+        "slipstream.checkpoint.storage.CheckpointReader.read_data", STALE, "Stale file handle",
+    ),
+    "memory": ("slipstream.checkpoint.storage.load", FULL, "can't allocate memory"),
+}  # fmt: skip
+
+
+def read_by_one(folder: str, name: str) -> int:
+    """Restore where the last rank cannot read."""
+    place, error, _ = UNREAD[name]
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    with opened() as session, pytest.MonkeyPatch.context() as patch:
+        if session.rank == session.world_size - 1:
+            patch.setattr(place, fails)
+        return Checkpoints(folder).restore(session)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", UNREAD)
+def test_one_that_cannot_be_read_now_stays_and_no_older_one_is_taken(
+    name: str, two: Ranks, tmp_path: Path
+) -> None:
+    three_saved(tmp_path)
+    for error in two.fail(read_by_one, str(tmp_path), name).values():
+        assert isinstance(error, CheckpointError)
+        assert "update-00000003 cannot be read now (rank 1: " in str(error)
+        assert UNREAD[name][2] in str(error)
+    assert restored(str(tmp_path)) == (3, [])
+
+
+def goes_back(folder: str) -> tuple[list[int], bool]:
+    """The updates from which a run goes on at its start, after two checkpoints, and after two more
+    that leave none of the first; and whether the parameters are those of the last."""
+    with opened() as session:
+        saved = Checkpoints(folder, keep=2)
+        starts = [saved.restore(session)]
+        for _ in range(2):
+            for _ in range(2):
+                update(session)
+                saved.save(session)
+            expected = session.model.state_dict()["0.weight"].clone()
+            with torch.no_grad():
+                session.model.state_dict()["0.weight"].fill_(torch.nan)
+            starts.append(saved.restore(session))
+        return starts, torch.equal(session.model.state_dict()["0.weight"], expected)
+
+
+def test_a_run_goes_back_to_its_newest_checkpoint(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(goes_back, str(tmp_path)) == [([0, 2, 4], True)] * 2
+    assert goes_back(str(tmp_path)) == ([4, 6, 8], True)
 
 
 def test_all_ranks_take_the_same(two: Ranks, tmp_path: Path) -> None:

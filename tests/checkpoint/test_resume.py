@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 import slipstream
 from slipstream.checkpoint import Checkpoints, read
+from slipstream.checkpoint.parts import cut, joined
 from slipstream.errors import UsageError
 from tests.checkpoint.kills import curve, survive
 from tests.checkpoint.training import SETTINGS, Net, part
 from tests.harness.ranks import Ranks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -165,6 +162,41 @@ def test_also_states_and_random_numbers_are_kept_and_read_as_data(tmp_path: Path
         counter.state_dict = lambda: {"epochs": counter}  # type: ignore[method-assign,dict-item]
         with pytest.raises(UsageError, match=r"\['another'\]\['epochs'\].*Counter.* is no data"):
             saved.save(session)
+
+
+def warmed_up(folder: str, updates: int, parted: int) -> list[float]:
+    """The learning rates of a run that is resumed after some updates."""
+    rates: list[float] = []
+    for end in (parted, updates):
+        with opened({}) as session:
+            warmup = LinearLR(session.optimizer, total_iters=4)
+            drops = MultiStepLR(session.optimizer, [2])
+            schedule = SequentialLR(session.optimizer, [warmup, drops], [4])
+            saved = Checkpoints(folder, also={"schedule": schedule})
+            for update in range(saved.restore(session), end):
+                session.backward(session.model(words(update)).square().mean())
+                session.step()
+                schedule.step()
+                rates += schedule.get_last_lr()
+                saved.step(session, every=1)
+    return rates
+
+
+def test_a_schedule_goes_on_over_the_end_of_its_warm_up(tmp_path: Path) -> None:
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert warmed_up(str(parted), 8, 2) == warmed_up(str(whole), 8, 8)
+
+
+def test_kinds_of_dicts_that_are_data_are_kept() -> None:
+    state = {"also": {"ordered": OrderedDict(a=[Counter(b=2)]), "large": OrderedDict(t=LARGE)}}
+    found = joined(cut(state, 0), 0)["also"]
+    assert [type(one) for one in found.values()] == [OrderedDict, OrderedDict]
+    assert found["ordered"]["a"][0] == Counter(b=2)
+    assert found["ordered"]["a"][0]["another"] == 0
+    assert torch.equal(found["large"]["t"], LARGE)
+
+
+LARGE = torch.ones(2000)
 
 
 def seen(batches: Iterable[torch.Tensor]) -> list[list[int]]:

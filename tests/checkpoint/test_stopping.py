@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,8 @@ import pytest
 from slipstream.checkpoint import Checkpoints, stopping
 from slipstream.errors import UsageError
 from tests.harness.counters import collectives
-from tests.harness.ranks import Ranks
+from tests.harness.ranks import RankFailure, Ranks
 from tests.session.training import opened, update
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def stopped(folder: str, victim: int, at: int = 5) -> tuple[Any, int, list[int]]:
@@ -63,6 +57,36 @@ def test_a_signal_of_one_rank_stops_all_at_one_update(
 def test_alone_it_stops_at_once(tmp_path: Path) -> None:
     assert stopped(str(tmp_path), 0)[:2] == (143, 5)
     assert stopped(str(tmp_path), 0, at=9)[:2] == (143, 9)
+
+
+def signalled_late(folder: str, number: int) -> None:
+    """A signal comes after the last `step`, as the last checkpoint is being written."""
+    saved = Checkpoints(folder, on_signal=(number,))
+    with opened() as session:
+        saved.restore(session)
+        update(session)
+        saved.step(session, every=1)
+        os.kill(os.getpid(), number)
+
+
+def test_a_signal_after_the_last_update_is_the_scripts(tmp_path: Path, two: Ranks) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        signalled_late(str(tmp_path / "one"), signal.SIGINT)
+    with pytest.raises(RankFailure, match="died"):
+        two.run(signalled_late, str(tmp_path / "two"), signal.SIGTERM)
+    for folder in tmp_path.iterdir():
+        assert [path.name for path in folder.iterdir()] == ["update-00000001"]
+
+
+def test_a_signal_that_has_stopped_one_session_does_not_stop_the_next(tmp_path: Path) -> None:
+    saved = Checkpoints(tmp_path, on_signal=(signal.SIGINT,))
+    for stops in (True, False):
+        with opened() as session, pytest.raises(SystemExit) if stops else nullcontext():
+            saved.restore(session)
+            update(session)
+            if stops:
+                os.kill(os.getpid(), signal.SIGINT)
+            saved.step(session, every=1)
 
 
 def comparisons(folder: str) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -59,11 +61,24 @@ def padded(rows: list[Tensor]) -> Tensor:
     return nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
+class Turned(Dataset[Tensor]):
+    """Rows that Python's and NumPy's random numbers change each time they are read."""
+
+    def __init__(self) -> None:
+        seed = torch.Generator().manual_seed(1)
+        self.rows = torch.randint(WORDS, (60, 6), generator=seed)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        row = self.rows[index].roll(random.randrange(6))
+        return row.flip(0) if np.random.rand() < 0.5 else row
+
+
 def fixed() -> Any:
     """Shuffled by torch's default generator, from which dropout draws, too."""
-    seed = torch.Generator().manual_seed(1)
-    rows = torch.randint(WORDS, (60, 6), generator=seed)
-    return DataLoader(list(rows.unbind()), batch_size=4, shuffle=True)
+    return DataLoader(Turned(), batch_size=4, shuffle=True)
 
 
 def spread() -> Any:
@@ -167,7 +182,8 @@ def train(
     loader = setting.loader()
     with slipstream.accelerate(model, optimizer, loader, setting.strategy) as session:
         saved.restore(session)
-        torch.manual_seed(session.rank) if session.updates == 0 else None
+        if session.updates == 0:
+            seed_all(session.rank)
         curve = Curve(Path(folder) / f"curve-{session.rank}")
         done = session.updates
         first = session.state_dict()["data"].get("epoch", 0)
@@ -194,6 +210,12 @@ def train(
             if session.flush():
                 scheduler.step()
     raise AssertionError
+
+
+def seed_all(number: int) -> None:
+    """Seed torch, Python and NumPy."""
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(number)
 
 
 def flat(state: dict[str, Tensor]) -> Tensor:

@@ -82,6 +82,19 @@ def test_the_thread_that_looks_does_not_count():
     assert now.cpu - before.cpu < 0.2
 
 
+@pytest.mark.process
+def test_children_that_have_ended_count():
+    child = os.fork()
+    if not child:
+        while time.process_time() < 0.5:
+            pass
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it has ended, and is there
+    before = vitals(os.getpid())
+    os.waitpid(child, 0)
+    assert vitals(os.getpid()).cpu >= before.cpu
+
+
 def test_a_process_that_is_gone_shows_nothing(tmp_path):
     assert vitals(1, proc=tmp_path) == Vitals()
     assert state(1, proc=tmp_path) is None

@@ -137,6 +137,7 @@ def test_a_script_that_never_steps_ends_in_a_box(slipstream) -> None:
         (["--strategy", "very_slow_network", "tuned.py"], "start from a strategy without it"),
         (["--allow-lossy", "--cluster", "nope.yaml", "tuned.py"], "nope.yaml"),
         (["--cluster", "cluster.yaml", "tuned.py"], "no effect without --allow-lossy"),
+        (["--updates", "900", "tuned.py"], "--updates has no effect without --allow-lossy"),
         (["--to-loss", "3", "tuned.py"], "add --allow-lossy"),
         (["--rate", "300mbit", "tuned.py"], "--rate has no effect without --nodes"),
         (["--losses", "losses.json", "tuned.py"], "no effect without --to-loss"),
@@ -155,6 +156,11 @@ def test_a_mistake_is_found_before_anything_starts(slipstream, words, message) -
     assert (code, out) == (2, "")
     assert message in err
     assert not Path("slipstream-logs").exists()
+
+
+def test_what_norms_exclude_can_be_tried_from_a_strategy_that_records_them() -> None:
+    start = command._start(Strategy.load({"trace": {"steps": 20, "norms": True}}))
+    assert start.with_gradients(codec="int8").trace.steps == 20
 
 
 def test_a_folder_of_logs_that_cannot_be_made_is_named(slipstream) -> None:

@@ -9,8 +9,7 @@
 
 ``checkpoints`` has the verbs, ``writing`` is the thread, ``folder`` says which folders are whole,
 ``storage`` writes and reads one by ``torch.distributed.checkpoint``, ``parts`` cuts a state into
-tensors and the rest, ``randomness`` is that of a rank, ``stopping`` makes ranks stop at the same
-update after a signal.
+tensors and the rest, ``stopping`` makes ranks stop at the same update after a signal.
 """
 
 from slipstream.checkpoint.checkpoints import Checkpoints as Checkpoints

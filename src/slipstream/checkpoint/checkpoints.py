@@ -5,21 +5,24 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
-from slipstream.checkpoint import parts, randomness, storage
+from slipstream.checkpoint import parts, storage
 from slipstream.checkpoint.folder import BrokenCheckpoint, Folder, check
 from slipstream.checkpoint.stopping import StopSignals
 from slipstream.checkpoint.writing import Writing, advice
+from slipstream.data import randomness
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import CheckpointError, UsageError
 from slipstream.parallel.dims import gather_objects, mesh_of
 from slipstream.session.session import Session
 from slipstream.strategy import Row
 from slipstream.transport.consistency import agree
+from slipstream.tuner.trials import checkpoints_of
 
 AnySession = Session[Any, Any]
 BESIDE = "rank"
@@ -42,12 +45,14 @@ class Checkpoints:
     on, each rank its own part; it counts once it is complete.
 
     Args:
-        folder: for this run alone; all ranks must see the same.
+        folder: for this run alone; all ranks must see the same. Trials of ``slipstream tune`` and
+            ``scale`` have one of their own instead.
         keep: newest ones that stay; an older one is removed once a newer one is complete.
         also: what else has a state: ``{"scheduler": scheduler}``. Each rank saves its own.
         on_signal: signals after which `step` saves on all ranks and ends the script with code
             128 + signal: ``(signal.SIGTERM,)``. One rank that gets it is enough. Handlers that the
-            script has set are called, too.
+            script has set are called, too. One that comes after the last update is no longer
+            `step`'s: it does what it does to any script, once the session is closed.
 
     Raises:
         UsageError: ``keep`` is less than 1.
@@ -81,11 +86,12 @@ class Checkpoints:
     ) -> None:
         if keep < 1:
             raise UsageError(f"keep={keep}: must be at least 1, the newest checkpoint")
-        self._folder, self._keep, self._also = Folder(Path(folder)), keep, dict(also or {})
+        self._folder = Folder(checkpoints_of(Path(folder)))
+        self._keep, self._also = keep, dict(also or {})
         self._signals = StopSignals(on_signal)
         self._session: AnySession | None = None
         self._group: dist.ProcessGroup | None = None
-        self._found: Sequence[Path] = ()  # when the session came, on the first rank
+        self._found: Sequence[Path] = ()  # when the session came, or went back
         self._restored = False
         self._seen = 0
         self._writing: Writing | None = None
@@ -100,7 +106,8 @@ class Checkpoints:
         return self._folder.complete()
 
     def restore(self, session: AnySession) -> int:
-        """Go on from the newest checkpoint that is whole; all ranks call it, before they train.
+        """Go on from the newest checkpoint that is whole; all ranks call it, before they train, or
+        later to go back.
 
         One that is torn or has changed since it was written is named in a warning and renamed to
         ``broken-...``, and the one before it is taken, on all ranks the same.
@@ -109,12 +116,14 @@ class Checkpoints:
             The number of updates so far; 0: there is no checkpoint.
 
         Raises:
-            CheckpointError: there are some, and none of them is whole.
+            CheckpointError: there are some, and none of them is whole; or a rank cannot read one
+                now, which may be whole.
             ModelError: it is another model's.
             UsageError: the session cannot take it, as ``session.restore``.
         """
         self._bind(session)
         self._join()
+        self._found = self._look(session.rank)
         self._restored = True
         local = session.strategy.local
         if local is not None and local.rendezvous is not None and session.updates:
@@ -202,6 +211,7 @@ class Checkpoints:
                 self._warned = True
                 warnings.warn(self._failed, stacklevel=2)
         if number:
+            self._signals.forget()
             raise SystemExit(128 + number)
 
     def wait(self) -> None:
@@ -223,6 +233,7 @@ class Checkpoints:
         self._join()
         self._leave()
         self._complain()
+        self._signals.pass_on()
 
     def report_rows(self) -> Sequence[Row]:
         """Report how many were written."""
@@ -237,6 +248,7 @@ class Checkpoints:
         self._leave()
         if self._failed and not self._warned:
             warnings.warn(self._failed, stacklevel=2)
+        self._signals.pass_on()
 
     def _leave(self) -> None:
         self._session = self._group = None
@@ -253,23 +265,28 @@ class Checkpoints:
             )
         self._group = session.beside(self, self._abandon)
         self._session, self._seen = session, 0
+        self._found = self._look(session.rank)
+        if self._signals.wanted:
+            self._signals.install(session.beside(self._signals, self._signals.abandon))
+
+    def _look(self, rank: int) -> Sequence[Path]:
+        """Find the checkpoints that are there, on rank 0 for all; what killed runs left goes."""
         found: Sequence[Path] = ()
         error = ""
-        if session.rank == 0:
+        if rank == 0:
             try:
                 self._folder.path.mkdir(parents=True, exist_ok=True)
                 self._folder.sweep()
                 found = self._folder.complete()
             except OSError as failure:
                 error = f"{type(failure).__name__}: {failure}"
-        (self._found, error), *_ = self._gather((found, error), "the checkpoints that are there")
+        (found, error), *_ = self._gather((found, error), "the checkpoints that are there")
         if error:
             raise CheckpointError(
                 f"rank 0 cannot use the folder {self._folder.path} for checkpoints ({error}); name "
                 "one that it can write"
             )
-        if self._signals.wanted:
-            self._signals.install(session.beside(self._signals, self._signals.abandon))
+        return found
 
     def _gather(self, value: Any, what: str) -> list[Any]:
         return [value] if self._group is None else gather_objects(value, what, self._group)
@@ -285,10 +302,16 @@ class Checkpoints:
             saved.extend(storage.load(path))
 
         for step in (verify, load):
-            errors = self._gather(_error_of(step), "the check of a checkpoint")
-            for rank, error in enumerate(errors):
-                if error:
-                    return f"rank {rank}: {error}", []
+            found = self._gather(_error_of(step), "the check of a checkpoint")
+            errors = [(of, f"rank {rank}: {words}") for rank, (of, words) in enumerate(found)]
+            if now := [words for of, words in errors if of == "now"]:
+                raise CheckpointError(
+                    f"the checkpoint {path} cannot be read now ({now[0]}), and may be whole; see "
+                    "that every rank can read it, and has memory for all of it, and start again, "
+                    "or move it away to go on from the one before it"
+                )
+            if broken := [words for of, words in errors if of == "broken"]:
+                return broken[0], []
         return "", saved
 
     def _take(self, session: AnySession, saved: Sequence[Mapping[str, Any]]) -> None:
@@ -365,14 +388,16 @@ class Checkpoints:
             raise CheckpointError(failed)
 
 
-def _error_of(step: Callable[[], None]) -> str:
+def _error_of(step: Callable[[], None]) -> tuple[Literal["", "broken", "now"], str]:
+    """Whether a checkpoint is broken, or cannot be read now, and why, in words."""
     try:
         step()
     except BrokenCheckpoint as error:
-        return str(error)
-    except Exception as error:  # of torch, which is given what is in the files
-        return storage.words(error)
-    return ""
+        return "broken", str(error)
+    except (Exception, CheckpointException) as error:  # the one of torch is no Exception
+        why = "; ".join(storage.failures(error).values())
+        return "now" if storage.of_the_machine(error) else "broken", why
+    return "", ""
 
 
 def _loader_of(session: AnySession) -> UnevenInputLoader | None:

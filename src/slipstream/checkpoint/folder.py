@@ -144,7 +144,8 @@ def read_manifest(path: Path) -> Mapping[str, int]:
     """Read the facts that `write_manifest` got.
 
     Raises:
-        BrokenCheckpoint: it cannot be read.
+        BrokenCheckpoint: it is missing or no manifest.
+        OSError: it cannot be read.
     """
     facts, _ = _manifest(path)
     return facts
@@ -155,13 +156,14 @@ def check(path: Path, rank: int = 0, ranks: int = 1) -> None:
 
     Raises:
         BrokenCheckpoint: a file is missing or differs.
+        OSError: one cannot be read.
     """
     _, sums = _manifest(path)
     for name in sorted(sums)[rank::ranks]:
         size, value = sums[name]
         try:
             found = checksum(path / name)
-        except OSError as error:
+        except FileNotFoundError as error:
             raise BrokenCheckpoint(f"{name}: {error.strerror}") from error
         if found[0] != size:
             raise BrokenCheckpoint(f"{name} has {found[0]} bytes instead of {size}")
@@ -174,7 +176,7 @@ def _manifest(path: Path) -> tuple[dict[str, int], Sums]:
         document = json.loads((path / MANIFEST).read_text())
         sums = {str(name): (int(a), int(b)) for name, (a, b) in document.pop("files").items()}
         facts = {str(key): int(value) for key, value in document.items()}
-    except OSError as error:
+    except FileNotFoundError as error:
         raise BrokenCheckpoint(f"{MANIFEST}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise BrokenCheckpoint(f"{MANIFEST} cannot be read: {error}") from error

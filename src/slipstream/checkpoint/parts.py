@@ -8,7 +8,8 @@ alone; whether it can be read is tried when it is made.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
 from pickle import UnpicklingError
 from typing import Any
 
@@ -19,6 +20,8 @@ from slipstream.errors import UsageError
 SMALL = 4096
 """Bytes below which a tensor is a part of the document: each entry of a file costs more."""
 _MARK = "tensor of this checkpoint"
+_KINDS: dict[type, type[dict[str, Any]]] = {Counter: Counter, OrderedDict: OrderedDict}
+"""Of dicts, beside themselves, that torch reads as data; schedulers of torch keep a Counter."""
 
 
 def document_key(rank: int) -> str:
@@ -50,7 +53,9 @@ def cut(state: Mapping[str, Any], rank: int) -> dict[str, torch.Tensor]:
         if isinstance(value, torch.Tensor):
             return kept(value.detach(), path, every=every)
         if isinstance(value, Mapping):
-            return {k: walk(v, f"{path}.{k}", every=every) for k, v in value.items()}
+            return _like(
+                value, ((k, walk(v, f"{path}.{k}", every=every)) for k, v in value.items())
+            )
         if type(value) in (list, tuple):
             return type(value)(walk(v, f"{path}.{i}", every=every) for i, v in enumerate(value))
         return value
@@ -77,7 +82,7 @@ def joined(pieces: Mapping[str, torch.Tensor], rank: int) -> dict[str, Any]:
 
     def filled(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: filled(item) for key, item in value.items()}
+            return _like(value, ((key, filled(item)) for key, item in value.items()))
         if type(value) is tuple and len(value) == 3 and value[0] == _MARK:
             _, key, strides = value
             tensor = pieces[key]
@@ -90,6 +95,14 @@ def joined(pieces: Mapping[str, torch.Tensor], rank: int) -> dict[str, Any]:
 
     state: dict[str, Any] = filled(_decoded(pieces[document_key(rank)]))
     return state
+
+
+def _like(value: Mapping[str, Any], items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """A mapping of the same kind, where that is data."""
+    made = _KINDS.get(type(value), dict)()
+    for key, item in items:  # update() of a Counter adds
+        made[key] = item
+    return made
 
 
 def _encoded(rest: Mapping[str, Any]) -> torch.Tensor:

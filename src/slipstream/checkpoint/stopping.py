@@ -9,9 +9,9 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -69,7 +69,7 @@ class StopSignals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._got = number
         before = self._before.get(number)
-        if callable(before) and before is not signal.default_int_handler:
+        if _is_of_the_script(before):
             before(number, frame)
 
     def due(self) -> int:
@@ -106,6 +106,16 @@ class StopSignals:
         with collective_errors("the comparison of signals"):
             self._asked = values, maximum_later(values, group)
 
+    def forget(self) -> None:
+        """The signal has stopped an update: it is done with."""
+        self._got = 0
+
+    def pass_on(self) -> None:
+        """Let a signal that stopped no update do what it does without `install`, after `close`."""
+        number, self._got = self._got, 0
+        if number:
+            signal.raise_signal(number)
+
     def report_rows(self) -> Sequence[Row]:
         """Nothing: the checkpoints have a row."""
         return ()
@@ -121,4 +131,10 @@ class StopSignals:
         self._asked = self._group = None
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_DFL if before is None else before)
+            if number == self._got and _is_of_the_script(before):
+                self._got = 0  # the script has heard of it
         self._before.clear()
+
+
+def _is_of_the_script(handler: Any) -> TypeGuard[Callable[[int, FrameType | None], Any]]:
+    return callable(handler) and handler is not signal.default_int_handler

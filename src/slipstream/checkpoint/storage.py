@@ -141,6 +141,16 @@ def failures(error: BaseException) -> dict[int | None, str]:
     return {None: words(error)}
 
 
+def of_the_machine(error: BaseException) -> bool:
+    """Whether reading failed for want of memory or by the file system, and not by what is in a
+    checkpoint or is missing from it."""
+    if isinstance(error, CheckpointException):
+        return any(of_the_machine(inner) for inner, _ in error.failures.values())
+    if isinstance(error, OSError):
+        return not isinstance(error, FileNotFoundError)
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
+
 def words(error: BaseException) -> str:
     """Say in a line what went wrong."""
     lines = str(error).strip().splitlines() or [""]

@@ -29,7 +29,8 @@ STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "D": "waits
 @dataclass(frozen=True, slots=True)
 class Vitals:
     """Sums since the start of a process: its CPU seconds and bytes moved, those of its descendants
-    (workers that load data, compilers) included, and how often its main thread has waited."""
+    (workers that load data, compilers) included, also once they have ended, and how often its main
+    thread has waited."""
 
     cpu: float = 0.0
     moved: int = 0
@@ -61,7 +62,7 @@ def vitals(pid: int, without: int | None = None, proc: Path = PROC) -> Vitals:
     it here; nothing where it is gone."""
     cpu, moved = 0.0, 0
     for process in (pid, *descendants(pid, proc)):
-        used = _used(proc / str(process))
+        used = _used(proc / str(process), reaped=True)
         cpu, moved = cpu + used[0], moved + used[1]
     if without is not None:
         used = _used(proc / f"{pid}/task/{without}")
@@ -119,11 +120,12 @@ def unsent(proc: Path = PROC) -> list[str]:
     return sorted(found)
 
 
-def _used(folder: Path) -> tuple[float, int]:
-    """CPU seconds and bytes moved of a process or thread."""
+def _used(folder: Path, *, reaped: bool = False) -> tuple[float, int]:
+    """CPU seconds and bytes moved of a process or thread. The bytes of a process are also those of
+    the children that it has reaped, whose seconds the kernel keeps apart."""
     with suppress(OSError, ValueError, IndexError):
         fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        cpu = (int(fields[11]) + int(fields[12])) / _TICKS
+        cpu = sum(map(int, fields[11 : 15 if reaped else 13])) / _TICKS
         return cpu, sum(_value(folder / "io", key) for key in ("rchar", "wchar"))
     return 0.0, 0
 

@@ -40,7 +40,6 @@ from slipstream.gradients.segments import parameters_of
 from slipstream.strategy import (
     CodecConfig,
     DgcConfig,
-    FlatConfig,
     HalfConfig,
     TransportConfig,
     codec_of,
@@ -74,8 +73,8 @@ class DdpCodec:
 
     Raises:
         ModelError: not a DDP model, DGC without an optimizer that it can take over, or
-            ``transport: auto``.
-        StrategyError: no such codec.
+            ``transport: auto`` or ``sharded``.
+        StrategyError: no such codec or transport.
         UsageError: no such ``nonfinite``.
 
     Accumulate under ``ddp.no_sync()``; save ``state_dict()`` on every rank; call ``close()`` before
@@ -105,9 +104,9 @@ class DdpCodec:
         optimizer: torch.optim.Optimizer | None = None,
         loss_scale: Callable[[], float] | None = None,
         nonfinite: Literal["raise", "allow"] | None = None,
-        transport: TransportConfig = FlatConfig(),  # noqa: B008 - a frozen value
+        transport: TransportConfig | str | Mapping[str, object] = "flat",
     ) -> None:
-        config = checked(ddp, codec, transport, nonfinite)
+        config, way = checked(ddp, codec, transport, nonfinite)
         assert isinstance(ddp, DistributedDataParallel)
         trainables = parameters_of(ddp.module, trainable=True)
         # torch tells nowhere else which parameters DDP averages: those that required a gradient
@@ -135,7 +134,7 @@ class DdpCodec:
         group = new_group(members, like=ddp.process_group, members_alone=alone)
         assert group is not None
         self._own_group = group
-        single = make_transport(transport, group)
+        single = make_transport(way, group)
         self._channel = Channel(single, [single], next(ddp.parameters()).device)
         self._loss_scale = loss_scale or (lambda: 1.0)
         self._raises = nonfinite == "raise" or (nonfinite is None and loss_scale is None)

@@ -234,7 +234,10 @@ class Forecast:
                 "a predicted trace of local: its iterations differ; predict another strategy, or "
                 "record the run"
             )
-        return simulate(self.workload, self._plan(strategy), self.network, steps=steps)
+        plan = self._plan(strategy)
+        trace = simulate(self.workload, plan, self.network, steps=steps)
+        whole = strategy.with_gradients(split=ByIndexConfig.of_cuts(plan.cuts))
+        return replace(trace, meta={**trace.meta, "strategy": whole.document(full=True)})
 
     def with_codecs(self, costs: Mapping[str, CodecCost]) -> Self:
         """The same where codecs cost this."""

@@ -11,12 +11,14 @@ from typing import Any
 
 from torch import nn
 
+from slipstream.checks.digest import digest
 from slipstream.data.balance import SampleBalance
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.gradients.compressed import NamedState
 from slipstream.local.training import LocalTraining
 from slipstream.parallel.dims import ParallelDims
 from slipstream.precision.model_precision import ModelPrecision
+from slipstream.pytree import tensors
 from slipstream.session import checkpoint
 from slipstream.session.exchanging import GradientExchange
 from slipstream.strategy import Strategy, keeps_state
@@ -117,6 +119,26 @@ class SessionState:
             agree({**place, "state": digest}, control, error)
         elif error is not None:
             raise error
+
+    def check_alike(self, state: Mapping[str, Any]) -> None:
+        """Refuse a model and an optimizer that are not those of other ranks; a collective.
+
+        Buffers may differ, and so may optimizers of ranks that train on their own. Ranks that share
+        a model hold other parts of it.
+
+        Raises:
+            MismatchError: parameters or the optimizer's state differ between ranks.
+        """
+        control, dims = self.dims.control, self.dims
+        if control is None or self.local is not None or dims.mesh.model_parallel > 1:
+            return
+        model = state.get("model", {})
+        names = [name for name, _ in self.model.named_parameters() if name in model]
+        found = {
+            "the parameters to load": digest(tensors([model[name] for name in names])),
+            "the optimizer's state to load": digest(tensors(state.get("optimizer"))),
+        }
+        agree({what: str(value) for what, value in found.items()}, control)
 
     def _in_common(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Leave out what ranks that train on their own have apart: one alone may skip an update."""

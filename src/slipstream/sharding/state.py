@@ -96,7 +96,7 @@ class OptimizerState:
 
     @property
     def num_cut(self) -> int:
-        """Number of tensors that `whole` gathers: the same on every rank, or ranks wait for ever."""
+        """Count the tensors that `whole` gathers: as many on every rank, or ranks wait for ever."""
         numbers = self._numbers(self._shards.shape)
         return sum(
             isinstance(value, torch.Tensor)

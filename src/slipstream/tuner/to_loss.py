@@ -215,12 +215,11 @@ class LossTuner:
         )
 
     def _timed(self, forecast: LossForecast, log: TrialLog) -> list[Timed]:
-        """List strategies that ran, and larger batches as they were predicted."""
+        """List strategies that ran, and larger batches that did not, as they were predicted."""
         timed = forecast.timed()
-        ran = {mathematics(one.strategy) for one in timed}
         for trial in log.trials:
             strategy = Strategy.load(dict(trial.strategy))
-            if mathematics(strategy) not in ran and trial.predicted is not None:
+            if trial.status == "not measured" and trial.predicted is not None:
                 times = strategy.gradients.accumulate / self.base.gradients.accumulate
                 timed.append(Timed(strategy, trial.predicted * times))
         return timed

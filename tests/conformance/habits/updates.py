@@ -171,19 +171,32 @@ def looked_at_in_no_sync(run: Loop) -> None:
 
 @habit("a backward fails in no_sync(), zeroed, and on", "session")
 def failed_in_no_sync(run: Loop) -> None:
-    def fails(model: nn.Module, batch: Batch) -> Tensor:
-        loss = mse(model, batch)
-        loss.register_hook(_refuse)
-        return loss
-
     run.start()
     for _ in range(2):
         with run.no_sync():
             run.backward()
             with contextlib.suppress(ZeroDivisionError):
-                run.backward(fails)
+                run.backward(_fails)
         run.optimizer.zero_grad()
         run.update(times=2)
+
+
+@habit("a second backward fails in no_sync(), step() behind it", "session")
+def second_failed_in_no_sync(run: Loop) -> None:
+    run.start()
+    for _ in range(2):
+        run.gradients()
+        with run.no_sync(), contextlib.suppress(ZeroDivisionError):
+            run.backward(_fails)
+        run.step()
+    run.update()
+
+
+def _fails(model: nn.Module, batch: Batch) -> Tensor:
+    """A loss whose backward raises at once."""
+    loss = mse(model, batch)
+    loss.register_hook(_refuse)
+    return loss
 
 
 def _refuse(gradient: Tensor) -> Tensor:

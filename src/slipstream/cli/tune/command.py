@@ -119,7 +119,7 @@ def tune(
     predicted to reach that loss first; slipstream plan predicts from the file of losses, too.
 
     The script must leave the strategy to accelerate(), and take some 80 steps. Files that it
-    writes are written again in every run.
+    writes are written again in every run; slipstream.Checkpoints are left alone.
 
     [dim]slipstream tune --ranks 4 -- train.py --batch 32[/dim]
     [dim]slipstream tune --budget 5m --nodes 4 --rate 1gbit -- train.py[/dim]
@@ -134,6 +134,10 @@ def tune(
     if cluster is not None and exact_only:
         raise LaunchError(
             "--cluster has no effect without --allow-lossy: exact choices are measured"
+        )
+    if updates is not None and exact_only:
+        raise LaunchError(
+            "--updates has no effect without --allow-lossy: exact choices are alike in all updates"
         )
     if rate is not None and nodes is None:
         raise LaunchError("--rate has no effect without --nodes: it is that of emulated links")
@@ -275,8 +279,12 @@ def _start(strategy: Strategy) -> Strategy:
     if isinstance(gradients.transport, AutoConfig):
         console.print("transport: auto needs a long training; tuning starts from flat")
         fixed["transport"] = FlatConfig()
+    trace = strategy.trace
+    if trace.norms:
+        console.print("trace.norms is left out, as not all strategies allow it")
+        trace = trace.model_copy(update={"norms": False})
     gradients = gradients.model_copy(update=fixed)
-    return strategy.model_copy(update={"gradients": gradients})
+    return strategy.model_copy(update={"gradients": gradients, "trace": trace})
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+State = dict[str, Any]
+"""What `state` finds, as data."""
 
-def state() -> dict[str, Any]:
+
+def state() -> State:
     """The states of all generators that training draws from by default, as data."""
     version, numbers, gauss = random.getstate()
-    found: dict[str, Any] = {
+    found: State = {
         "torch": torch.get_rng_state(),
         "python": (version, list(numbers), gauss),
     }
@@ -25,7 +27,7 @@ def state() -> dict[str, Any]:
     return found
 
 
-def restore(saved: Mapping[str, Any]) -> None:
+def restore(saved: State) -> None:
     """Go on with the numbers of `state`."""
     torch.set_rng_state(saved["torch"])
     version, numbers, gauss = saved["python"]
