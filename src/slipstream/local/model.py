@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -35,7 +36,11 @@ class LocalModel(WholeModel):
         assert self.training is not None
         with self.training.evaluating():
             state = super().full_state_dict()
-            return {key: _copied(value) for key, value in state.items()}
+            copies: dict[int, Any] = {}  # by which tensors that share memory still do
+            return {
+                key: deepcopy(value, copies) if isinstance(value, torch.Tensor) else value
+                for key, value in state.items()
+            }
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin anew from these parameters, on every rank."""
@@ -89,7 +94,3 @@ def joined_ranks(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "ranks of the saved run, once each; pass all files that it saved"
         )
     return {KEY: by_rank}
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
