@@ -71,6 +71,30 @@ def opened_values() -> list[torch.Tensor]:
     return [*nn.Linear(2, 1).parameters()]
 
 
+TIED: dict[str, dict[str, Any]] = {
+    "half weights": {"precision": "half_weights"},
+    "sharded half weights": {
+        "gradients": {"transport": "sharded"},
+        "precision": "half_weights",
+    },
+    "local": {"local": {"steps": 4}},
+}
+
+
+def ties(strategy: dict[str, Any]) -> bool:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with slipstream.accelerate(model, optimizer, strategy=strategy) as session:
+        state = session.checkpoint("model")["model"]
+    return state["0.weight"].data_ptr() == state["1.weight"].data_ptr()
+
+
+@pytest.mark.parametrize("strategy", TIED.values(), ids=TIED)
+def test_a_tied_weight_is_one_in_a_checkpoint(two: Ranks, strategy: dict[str, Any]) -> None:
+    assert two.run(ties, strategy) == [True, True]
+
+
 @pytest.mark.parametrize(
     ("part", "words"), [("model", "the parameters"), ("optimizer", "the optimizer's state")]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -35,8 +36,10 @@ class LocalModel(WholeModel):
         """``model.state_dict()`` with the outer parameters, the same on every rank."""
         assert self.training is not None
         with self.training.evaluating():
-            state: dict[str, Any] = mapped(super().full_state_dict(), torch.Tensor.clone)
-            return state
+            state = super().full_state_dict()
+            memo: dict[int, Any] = {}  # by which tensors that share memory still do
+            copied: dict[str, Any] = mapped(state, lambda tensor: deepcopy(tensor, memo))
+            return copied
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin anew from these parameters, on every rank."""

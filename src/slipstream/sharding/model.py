@@ -198,9 +198,14 @@ class ShardedModel(WholeModel):
         if self._masters:
             self._meet("session.checkpoint", 0.0)
         state = super().full_state_dict()
+        whole = {
+            p: self._state.joined(p, self._shards.own(state[name]))
+            for name, p in self._model.named_parameters()
+            if p in self._masters and p in self._names
+        }
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            if parameter in self._masters and parameter in self._names:
-                state[name] = self._state.joined(parameter, self._shards.own(state[name]))
+            if parameter in whole:
+                state[name] = whole[parameter]
         return state
 
     def full_optimizer_state_dict(self) -> dict[str, Any]:
