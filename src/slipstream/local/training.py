@@ -85,6 +85,7 @@ class LocalTraining:
         self._undecided, self._why = config.auto, ""
         self.updates = 0
         self._clock = 0  # of the schedule, the same on all ranks: it stops for slower ones
+        self._sent_ahead = False  # the last update is counted, and not merged yet
         self._fresh = True  # a script may load the model that the first round begins with
         self.evaluates = False
         self._versions = self._present_versions()  # of parameters, after the last update
@@ -184,8 +185,24 @@ class LocalTraining:
         Raises:
             ExchangeError: another rank is gone.
         """
-        self._count(worked)
+        if self._sent_ahead:
+            self._sent_ahead = False
+            self._merge(lambda flight: flight.due <= self._clock)
+        else:
+            self._count(worked)
         self._versions = self._present_versions()
+
+    @torch.no_grad()
+    def send_ahead(self, worked: bool) -> None:
+        """Send what is due after an update while a graph waits for its backward, if nothing must be
+        merged before; `updated` follows. Others wait for it, and this rank may need a word of them
+        in its backward pass: who has a batch."""
+        merges = any(meeting.flight is not None for meeting in self._meetings)
+        carrier = self._exchanges.carrier
+        comes_and_goes = carrier is not None and not carrier.fixed
+        if not (self._sent_ahead or self.warms_up or merges or comes_and_goes):
+            self._sent_ahead = True
+            self._count(worked)
 
     def _count(self, worked: bool) -> None:
         self.updates += 1
@@ -229,7 +246,8 @@ class LocalTraining:
             return
         for number in self._due:
             self._send(number)
-        self._merge(lambda flight: flight.due <= self._clock)
+        if not self._sent_ahead:
+            self._merge(lambda flight: flight.due <= self._clock)
 
     @torch.no_grad()
     def _take_outer(self) -> None:

@@ -323,6 +323,8 @@ class TrainingLoop:
             self._end_update(None)
         if not in_forward:
             self._meet()
+        elif self.local is not None and self._meetings_due:
+            self.local.send_ahead(self._meetings_due[0])
 
     def _meet(self) -> None:
         """Tell the meetings of updates that have ended, where no graph is waiting for backward: its
