@@ -8,9 +8,12 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
+from typing import TypeVar
 from unittest.mock import patch
 
 import pytest
@@ -18,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import slipstream
+from slipstream.checks import heartbeat, own_view
 from slipstream.checks.autopsy import Autopsy
 from slipstream.errors import HangError
 from slipstream.transport.flat import FlatTransport
@@ -26,6 +30,7 @@ from slipstream.transport.work import Work
 from tests.harness.ranks import RankFailure, Ranks
 
 BAD, AT, TIMEOUT = 1, 5, 6.0
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="module")
@@ -210,19 +215,45 @@ def test_a_rank_that_receives_slowly_does_not_hang(three, tmp_path):
 
 
 def holds_the_gil(folder: Path) -> int:
-    began = time.monotonic()
-    sum(range(10**7))
-    seconds = time.monotonic() - began
     with opened(folder) as session:
         train(session, AT)
         if dist.get_rank() == BAD:
-            sum(range(int(10**7 * 1.5 * TIMEOUT / seconds)))  # no other thread runs meanwhile
+            time.sleep(1)  # the others hear that it has begun
+            end = time.monotonic() + 1.5 * TIMEOUT
+            deque(takewhile(end.__gt__, iter(time.monotonic, None)), 0)  # no other thread runs
         train(session, AT)
         return session.updates
 
 
 def test_a_rank_that_computes_without_a_heartbeat_does_not_hang(three, tmp_path):
     assert three.run(holds_the_gil, tmp_path) == [2 * AT] * 3
+
+
+def in_place(host: str, train_there: Callable[..., T], *args: object) -> T:
+    """Train in a container of its host, which has the host's name, and its own process numbers."""
+    with patch.object(own_view, "process_table", lambda: host):
+        return train_there(*args)
+
+
+def holds_the_gil_elsewhere(folder: Path) -> int:
+    with patch.object(heartbeat, "WATCHERS", 1):  # else the last rank has looked before
+        return in_place("first" if dist.get_rank() == 0 else "second", holds_the_gil, folder)
+
+
+def test_a_rank_of_another_host_is_looked_at_by_those_beside_it(three, tmp_path):
+    """Rank 0 watches it, and sees no process of its host."""
+    assert three.run(holds_the_gil_elsewhere, tmp_path) == [2 * AT] * 3
+
+
+def stops_elsewhere(folder: Path) -> None:
+    in_place(f"host {dist.get_rank()}", with_a_fault, "stop", folder, {})
+
+
+def test_a_process_of_another_container_is_not_looked_at(three, tmp_path):
+    with pytest.raises(RankFailure):
+        three.run(stops_elsewhere, tmp_path, timeout=90)
+    verdict = Autopsy.read(tmp_path).verdict
+    assert re.search(rf"rank {BAD} .* is silent: its process is stopped or gone, its host", verdict)
 
 
 def all_pause(folder: Path) -> int:

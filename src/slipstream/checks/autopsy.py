@@ -36,6 +36,8 @@ class RankState(FrozenModel):
     rank: int
     host: str
     pid: int
+    processes: str = ""
+    """Those among which it has this number; empty: unknown."""
     step: int | None
     """Updates that are done; None: nobody counts them."""
     young: bool = False
@@ -77,9 +79,9 @@ class RankCase(FrozenModel):
     unsent: list[str] = Field(default_factory=list)
     """Addresses that do not confirm what this host sends."""
     neighbours: dict[int, str] = Field(default_factory=dict)
-    """Silent ranks of this host: the state of their processes."""
+    """Ranks whose processes it sees: the state of each, where it gives no answer."""
     computing: tuple[int, ...] = ()
-    """Those of them whose processes compute: a call of C keeps their heartbeat waiting."""
+    """Those of them whose processes compute: a call of C may keep their heartbeat waiting."""
 
 
 class Autopsy(FrozenModel):

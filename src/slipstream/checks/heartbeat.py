@@ -25,7 +25,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -69,6 +69,7 @@ class Heartbeat:
         rank: of this process.
         world_size: number of ranks.
         host: of this process.
+        near: ranks that may share its host: they see whether its process computes.
         timeout: seconds within which a run that hangs ends.
         folder: gets the autopsy.
         progress: how many updates are done.
@@ -84,12 +85,13 @@ class Heartbeat:
         world_size: int,
         host: str,
         *,
+        near: Collection[int] = (),
         timeout: float,
         folder: Path,
         progress: UpdateCount,
         spins: bool = False,
     ) -> None:
-        self.rank, self.world_size, self.host = rank, world_size, host
+        self.rank, self.world_size, self.host, self.near = rank, world_size, host, near
         self.timeout, self.folder = timeout, folder
         self.interval = interval_of(timeout) * max(1.0, world_size / 500)
         self.verdict: str | None = None
@@ -242,14 +244,13 @@ class Heartbeat:
     def _case(self, state: RankState) -> RankCase:
         now = time.monotonic()
         neighbours, computing = {}, []
-        for rank, (said, since) in [*self._heard.items()]:
-            if not said or now - since <= 2 * self.interval:
+        for rank in sorted({*self._heard, *self.near} - {self.rank}):
+            heard = self._hear(rank, now)
+            if heard is None or not self._own.sees(other := heard[0]):
                 continue
-            other = RankState.model_validate_json(said)
-            if other.host == self.host:
-                neighbours[rank] = in_words(other.pid)
-                if state_of_process(other.pid) == "R":
-                    computing.append(rank)
+            neighbours[rank] = in_words(other.pid)
+            if state_of_process(other.pid) == "R":
+                computing.append(rank)
         return RankCase(
             state=state,
             stacks=all_stacks(),
@@ -293,10 +294,11 @@ class Heartbeat:
             return
 
     def _lives(self, other: RankState | None, silence: float) -> bool:
-        """Whether a silent rank of this host computes: a call of C keeps its thread waiting."""
-        if other is None or other.host != self.host or silence > FIRST_FACTOR * self.timeout:
+        """Whether a silent rank computes, as a call of C may keep its thread waiting; of another
+        host: whether it may do so for long, as it has hardly begun."""
+        if other is None or silence > FIRST_FACTOR * self.timeout:
             return False
-        return state_of_process(other.pid) == "R"
+        return state_of_process(other.pid) == "R" if self._own.sees(other) else other.young
 
     def _watch_all(self, own: RankState, now: float) -> None:
         """Whether anybody lives, of all ranks."""

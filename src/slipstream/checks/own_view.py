@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from slipstream.checks.autopsy import RankState
 from slipstream.checks.stacks import CallSite, main_place
-from slipstream.checks.vitals import Vitals, vitals
+from slipstream.checks.vitals import Vitals, process_table, vitals
 from slipstream.transport.exchange_log import EXCHANGES
 
 FIRST_UPDATES = 2
@@ -53,6 +53,7 @@ class OwnView:
         self, rank: int, host: str, progress: UpdateCount, *, spins: bool, window: float
     ) -> None:
         self._rank, self._host, self._progress = rank, host, progress
+        self._processes = process_table()
         self._spins, self._window = spins, window
         self.looked = self.alive = time.monotonic()
         self._place: CallSite | None = None
@@ -63,6 +64,11 @@ class OwnView:
     def begin_anew(self) -> None:
         """Take the next look for a sign of life: this process was stopped."""
         self._place = None
+
+    def sees(self, other: RankState) -> bool:
+        """Whether the process of another rank can be looked at from here; containers may have the
+        name of their host, and numbers of their own."""
+        return bool(other.processes) and other.processes == self._processes
 
     def state(self, now: float, ended: str = "") -> RankState:
         """Look, and say where this rank is.
@@ -87,6 +93,7 @@ class OwnView:
             rank=self._rank,
             host=self._host,
             pid=os.getpid(),
+            processes=self._processes,
             step=self._progress.step,
             young=self._progress.updates < FIRST_UPDATES,
             line=place.line,

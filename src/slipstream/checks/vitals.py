@@ -90,6 +90,15 @@ def in_words(pid: int, proc: Path = PROC) -> str:
     return f"its process is {words}" if words else "its process lives, and does not answer"
 
 
+def process_table(proc: Path = PROC) -> str:
+    """Name the processes among which this one has its number: those of a host since its boot, or of
+    a container; empty: they cannot be told apart."""
+    with suppress(OSError):
+        boot = (proc / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {(proc / 'self/ns/pid').readlink()}"
+    return ""
+
+
 def children(pid: int, proc: Path = PROC) -> list[int]:
     """The processes that a process has started, or inherited, and that are not gone."""
     found: list[int] = []

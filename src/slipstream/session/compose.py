@@ -180,12 +180,15 @@ def _heartbeat(
     checks = strategy.checks
     if name is None or checks.timeout is None:
         return None
+    environment = cluster.environment
+    first = cluster.rank - environment.local_rank
     heartbeat = Heartbeat(
         cluster.store,
         name,
         cluster.rank,
         cluster.world_size,
-        cluster.environment.host,
+        environment.host,
+        near=range(first, first + environment.local_world_size),
         timeout=checks.timeout,
         folder=Path(checks.folder),
         progress=progress,
