@@ -14,8 +14,10 @@ from torch import nn
 from slipstream.checks.digest import digest
 from slipstream.data.balance import SampleBalance
 from slipstream.data.uneven_inputs import UnevenInputLoader
+from slipstream.errors import UsageError
 from slipstream.gradients.compressed import NamedState
 from slipstream.local.training import LocalTraining
+from slipstream.optim.shard_state import is_part
 from slipstream.parallel.dims import ParallelDims
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.pytree import tensors
@@ -127,18 +129,24 @@ class SessionState:
         a model hold other parts of it.
 
         Raises:
+            UsageError: this is the part of an optimizer that a single rank has saved.
             MismatchError: parameters or the optimizer's state differ between ranks.
         """
         control, dims = self.dims.control, self.dims
         if control is None or self.local is not None or dims.mesh.model_parallel > 1:
             return
+        error = None
+        try:
+            is_part(state.get("optimizer", {}))
+        except UsageError as caught:
+            error = caught
         model = state.get("model", {})
         names = [name for name, _ in self.model.named_parameters() if name in model]
         found = {
             "the parameters to load": digest(tensors([model[name] for name in names])),
             "the optimizer's state to load": digest(tensors(state.get("optimizer"))),
         }
-        agree({what: str(value) for what, value in found.items()}, control)
+        agree({what: str(value) for what, value in found.items()}, control, error)
 
     def _in_common(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Leave out what ranks that train on their own have apart: one alone may skip an update."""
