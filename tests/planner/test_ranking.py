@@ -12,7 +12,7 @@ import pytest
 from slipstream.errors import ClusterError
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.planner.forecast import Forecast
-from slipstream.planner.iteration.contention_fit import prepare
+from slipstream.planner.iteration.contention_fit import read_trace
 from slipstream.planner.iteration.plan import CommPlan
 from slipstream.planner.iteration.simulate import predict, simulate
 from slipstream.planner.iteration.traced import traced_strategy
@@ -172,13 +172,13 @@ def test_a_trace_is_planned_from_as_it_was_recorded() -> None:
     trace = simulate(work, CommPlan.of(strategy, work.gradients), network, steps=3)
     trace = Trace(trace.events, trace.meta | {"strategy": strategy.document(full=True)})
     assert traced_strategy(trace) == Strategy.load({"gradients": {"split": "per_layer"}})
-    read_back, fitted = prepare(trace, network)
+    read_back, fitted = read_trace(trace, network)
     [replayed] = rank([strategy], read_back, fitted)
     [asked] = rank([strategy], work, network)
     assert replayed.seconds == pytest.approx(asked.seconds, rel=0.02)
     assert replayed.samples_per_second == pytest.approx(asked.samples_per_second, rel=0.02)
     with pytest.raises(ClusterError, match="8 ranks"):
-        prepare(trace, ethernet_profile(8))
+        read_trace(trace, ethernet_profile(8))
 
 
 @pytest.mark.parametrize("codec", [None, "int8"])
@@ -210,7 +210,7 @@ def test_the_trace_of_one_process_is_planned_for_all_ranks_of_the_cluster() -> N
     trace = simulate(
         alone, CommPlan.of(Strategy(), alone.gradients), ethernet_profile(4).scaled(1, 1, None)
     )
-    work, network = prepare(trace, ethernet_profile(4))
+    work, network = read_trace(trace, ethernet_profile(4))
     assert work.num_ranks == network.world_size == 4
     [one] = rank([Strategy.load("sequential")], work, network)
     exchange = network.groups("world").all_reduce.seconds(sum(SIZES))

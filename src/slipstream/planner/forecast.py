@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Self
 
 from slipstream.errors import ClusterError, StrategyError, TraceError
-from slipstream.planner.iteration.contention_fit import prepare
+from slipstream.planner.iteration.contention_fit import read_trace
 from slipstream.planner.iteration.ensemble import Ensemble, traced_network
 from slipstream.planner.iteration.plan import CommPlan
 from slipstream.planner.iteration.simulate import predict, simulate
@@ -105,7 +105,7 @@ class Forecast:
                 "fragment now and then: nothing can be predicted from it; record a few iterations "
                 "without local"
             )
-        workload, fitted = prepare(trace, network)
+        workload, fitted = read_trace(trace, network)
         return cls(trace, base, workload, fitted, fitted, network, updates)
 
     @classmethod

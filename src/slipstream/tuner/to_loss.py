@@ -43,14 +43,14 @@ from slipstream.tuner.trial_log import Trial, TrialLog
 from slipstream.tuner.trials import Failure, Measurement, iterations
 from slipstream.tuner.tune import HANG_FACTOR, MODEL_ERROR, Predict, baseline_error
 
-UPDATES = 150
+RUN_UPDATES = 150
 """Of a run, by default."""
-SETTLING = 3
+SKIPPED = 3
 """Updates whose seconds do not count."""
 EQUAL = 1e-3
 """Part of the loss by which two runs of the baseline may differ, by the order of sums."""
 LEAST_ERROR = 0.01
-RESERVE = 1.3
+RUN_RESERVE = 1.3
 """What a run may take longer than the last one."""
 
 RunUpdates = Callable[[Strategy, float, int, bool], Measurement | Failure]
@@ -90,7 +90,7 @@ class LossTuner:
     loss: float
     budget: float
     predict: Predict
-    updates: int = UPDATES
+    updates: int = RUN_UPDATES
     hidden: str | None = None
     notify: Callable[[Sequence[Trial]], None] = lambda trials: None
     doing: Callable[[str], None] = lambda words: None
@@ -126,7 +126,7 @@ class LossTuner:
         self.doing("predicting")
         left_out = 0
         for one in self._promising(self.predict(first.trace, self.base)):
-            if self._left() < RESERVE * first.wall:
+            if self._left() < RUN_RESERVE * first.wall:
                 log.note(one.strategy, one, None, "the budget ended before it")
                 left_out += 1
                 continue
@@ -165,7 +165,7 @@ class LossTuner:
                 "--to-loss needs session.backward(loss); without it, tune --allow-lossy measures "
                 "codecs there"
             )
-        if self._left() < 2 * RESERVE * first.wall:
+        if self._left() < 2 * RUN_RESERVE * first.wall:
             raise LaunchError(
                 f"the budget of {self.budget:.0f} s has no room behind the first run of "
                 f"{first.wall:.0f} s for the two that follow at least; give --budget "
@@ -244,7 +244,7 @@ def _run_of(strategy: Strategy, measured: Measurement) -> LossRun:
 def _settled(measured: Measurement) -> list[float]:
     """Seconds of the updates that count."""
     seconds = iterations(measured.trace)
-    return seconds[SETTLING:] or seconds
+    return seconds[SKIPPED:] or seconds
 
 
 def check_updates(updates: int) -> None:
@@ -256,5 +256,5 @@ def check_updates(updates: int) -> None:
     if updates < LEAST_UPDATES:
         raise LaunchError(
             f"--steps {updates}: too few updates for a curve of losses; allowed: {LEAST_UPDATES} "
-            f"or more, by default {UPDATES}"
+            f"or more, by default {RUN_UPDATES}"
         )

@@ -219,10 +219,8 @@ class Tuner:
                 self._log.note(strategy, prediction, None, stop)
                 continue
             tried += 1
-            self.doing(label(strategy))
-            outcome = self._run(strategy, keep=self._comparison())
             why = f"predicted {_change(expected / first.seconds)}, {prediction.exactness}"
-            seconds = self._log.note(strategy, prediction, outcome, why)
+            seconds = self._try(strategy, why, prediction)
             if seconds is not None:
                 best = min(best, seconds)
                 measured.append(_Measured(seconds, strategy, prediction))
@@ -237,17 +235,28 @@ class Tuner:
             strategy = with_settings(best.strategy, settings)
             if strategy is None:
                 continue
-            if not self._has_room():
-                self._log.note(strategy, None, None, KEPT_BACK)
-                continue
-            self.doing(label(strategy))
-            outcome = self._run(strategy, keep=self._comparison(), compiles=True)
             why = "on the best so far, as nothing predicts it"
-            seconds = self._log.note(strategy, None, outcome, why)
+            seconds = self._try(strategy, why, compiles=True)
             if seconds is not None and seconds < best.seconds * (1 - _noise(first)):
                 best = _Measured(seconds, strategy)
                 measured = [best, *measured]
         return measured
+
+    def _try(
+        self,
+        strategy: Strategy,
+        why: str,
+        prediction: Prediction | None = None,
+        *,
+        compiles: bool = False,
+    ) -> float | None:
+        """Measure a candidate; None: it failed, or the budget has no room for it."""
+        if not self._has_room():
+            self._log.note(strategy, prediction, None, KEPT_BACK)
+            return None
+        self.doing(label(strategy))
+        outcome = self._run(strategy, keep=self._comparison(), compiles=compiles)
+        return self._log.note(strategy, prediction, outcome, why)
 
     def _codecs_of_fully_shard(self, first: Measurement) -> Tuned:
         """Choose between the baseline and what codecs bring, which nothing predicts here."""
@@ -262,12 +271,7 @@ class Tuner:
             strategy = self.base.with_gradients(codec=codec())
             if strategy == self.base:
                 continue
-            if not self._has_room():
-                self._log.note(strategy, None, None, KEPT_BACK)
-                continue
-            self.doing(label(strategy))
-            outcome = self._run(strategy, keep=self._comparison())
-            seconds = self._log.note(strategy, None, outcome, only)
+            seconds = self._try(strategy, only)
             if seconds is not None:
                 measured.append(_Measured(seconds, strategy))
         measured.sort(key=lambda one: one.seconds)
