@@ -193,12 +193,16 @@ def test_a_rank_that_leaves_a_training_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_rank_outlives_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
-    launcher = start([*SLIPSTREAM, "launch", "--nproc", "2", "script.py"], tmp_path, SLEEP)
+    command = ["nohup", *SLIPSTREAM, "launch", "--nproc", "2", "script.py"]
+    launcher = start(command, tmp_path, SLEEP)
     paths = [tmp_path / "pid0", tmp_path / "pid1"]
     while not all(path.exists() and path.read_text() for path in paths):
         assert launcher.poll() is None, launcher.communicate()
         time.sleep(0.02)
     ranks = [psutil.Process(int(path.read_text())) for path in paths]
+    status = Path(f"/proc/{launcher.pid}/status").read_text()
+    (ignored,) = re.findall(r"^SigIgn:\s+(\w+)$", status, re.MULTILINE)
+    assert int(ignored, 16) & 1 << (signal.SIGHUP - 1)  # as nohup wants
     launcher.send_signal(number)
     _, err = launcher.communicate(timeout=30)
     gone, alive = psutil.wait_procs(ranks, timeout=10)

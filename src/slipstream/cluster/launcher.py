@@ -7,6 +7,7 @@ fails at once.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import sys
@@ -38,6 +39,9 @@ LOOK_SECONDS = 2.0
 """How long to wait for what other nodes, with the same folder of logs, note about their ranks."""
 LEAVE_SECONDS = 1.0
 """How long the first of several nodes stays behind its last barrier."""
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+AGENTS_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+"""The variable with the signals that torch's agent handles, whether they are ignored or not."""
 JOIN_TIMEOUT = 600  # seconds until all nodes must have joined the rendezvous
 
 
@@ -175,8 +179,9 @@ def run(
     """Start the ranks of this node and wait for them; none is running when this returns.
 
     Rank ``r`` logs to ``log_dir/rank<r>.log`` (``.restart<n>.log`` after restart n); rank 0's
-    output is copied to stdout as it comes. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed to all
-    ranks, which are killed if they run for 30 s more. Call it in the main thread.
+    output is copied to stdout as it comes. SIGINT, SIGTERM, SIGHUP and SIGQUIT, unless they are
+    ignored, are passed to all ranks, which are killed if they run for 30 s more. Call it in the
+    main thread.
 
     Args:
         spec: what to start.
@@ -357,12 +362,24 @@ def _quiet_and_interruptible() -> Iterator[None]:
     """Without the agent's log messages, and with a Ctrl-C that ends a wait for other nodes.
 
     `run` reports what matters. Python's own handler would run only when torch's C++ code returns.
-    Once the ranks start, the agent installs handlers of its own.
+    Once the ranks start, the agent installs handlers of its own, but for what this process ignores,
+    as SIGHUP under nohup.
     """
-    level, handler = logging.root.manager.disable, signal.signal(signal.SIGINT, signal.SIG_DFL)
+    level, handler = logging.root.manager.disable, signal.getsignal(signal.SIGINT)
+    heard, before = _heard_signals(), os.environ.get(AGENTS_SIGNALS)
+    os.environ[AGENTS_SIGNALS] = ",".join(heard)
+    if signal.SIGINT.name in heard:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
         logging.disable(level)
         signal.signal(signal.SIGINT, handler)
+        del os.environ[AGENTS_SIGNALS]
+        if before is not None:
+            os.environ[AGENTS_SIGNALS] = before
+
+
+def _heard_signals() -> list[str]:
+    return [one.name for one in PASSED_ON if signal.getsignal(one) is not signal.SIG_IGN]
