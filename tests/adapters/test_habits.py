@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,12 +32,6 @@ IN_SUITE = {
     ),
 }
 """What an adapter does by itself; what a session does is tried in tests/conformance."""
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def test_the_page_has_every_habit_and_none_is_wrong() -> None:

@@ -11,7 +11,7 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,6 @@ EXACT: dict[str, dict[str, Any]] = {
     "direct, per layer": {"gradients": {"transport": "direct", "split": "per_layer"}},
     "sharded": {"gradients": {"transport": "sharded"}},
 }
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -24,7 +23,6 @@ from slipstream.strategy import AdaptiveConfig, Int8Config
 from tests.gradients.test_codec import session_of, step_of, wide
 from tests.harness import reference
 from tests.harness.counters import collectives
-from tests.harness.ranks import Ranks
 
 LATENCY, PER_BYTE = 1e-4, 1e-6
 NETWORK = Curve(  # beyond its points it is the line
@@ -34,12 +32,6 @@ NETWORK = Curve(  # beyond its points it is the line
     trusted=True,
 )
 QUARTER = CodecCost(ratio=0.25, encode=1e-9, decode=1e-9, startup=1e-5)
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("num_bytes", [1024, 8192, 10**6])

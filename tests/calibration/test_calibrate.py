@@ -19,21 +19,9 @@ from slipstream.planner.network.costs import CodecCost, Contention, HalfSpeed
 from slipstream.planner.network.profile import NetworkProfile
 from slipstream.strategy import HalfConfig
 from tests.harness.counters import collectives
-from tests.harness.ranks import PerRank, Ranks
+from tests.harness.ranks import PerRank
 
 SIZES = (1000, 4096, 50_000)
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four():
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 def measure(hosts: str = "", **options: Any) -> tuple[NetworkProfile, int]:

@@ -25,12 +25,6 @@ from tests.harness.ranks import RankFailure, Ranks
 from tests.session.training import Session, opened, update
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
-
-
 def three_saved(folder: Path | str, **options: Any) -> list[str]:
     """A checkpoint after each of three updates."""
     with opened() as session:

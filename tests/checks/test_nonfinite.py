@@ -18,7 +18,6 @@ from slipstream.gradients.buckets import DenseBucket, SparseBucket
 from slipstream.gradients.compressed import CompressedBucket, CompressionPlan
 from slipstream.gradients.finite import all_finite, first_nonfinite
 from slipstream.strategy import Strategy, codec_of
-from tests.harness.ranks import Ranks
 
 BAD, AT = 1, 3  # the rank, and the update after which its gradient is not finite
 
@@ -45,12 +44,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "local warm-up": {"local": {"warm_up": 100}},
     "autocast": {"precision": {"kind": "autocast", "dtype": "bf16"}},
 }
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 class Words(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 import slipstream
 from slipstream.errors import ProofError
 from tests.checks.seeded import FAULTS, Made, Outcome, is_found, seeded
-from tests.harness.ranks import RankFailure, Ranks
+from tests.harness.ranks import RankFailure
 from tests.parallel.models import CASES
 from tests.parallel.session_tasks import strategy as parallel_strategy
 
@@ -28,18 +28,6 @@ CODECS: dict[str, dict[str, Any]] = {
     "onebit": {"kind": "onebit", "start_step": 0},
     "powersgd": {"kind": "powersgd", "rank": 1, "start_step": 0},
 }
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 def opened(strategy: dict[str, Any]) -> Any:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
@@ -288,12 +287,6 @@ def test_codecs_are_tried_where_they_pay(gigabits: float, coding: float, chosen:
 
 
 # The trainings.
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def train_in_turn(transport: str) -> dict[str, object]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -18,12 +17,6 @@ from slipstream.cluster.connect import Cluster, agree_on_start, connect, from_en
 from slipstream.cluster.environment import Environment
 from slipstream.errors import ClusterError
 from tests.harness.ranks import Ranks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def summed(cluster: Cluster) -> float:

@@ -26,7 +26,6 @@ from slipstream.data.balance import SampleBalance, is_balanceable
 from slipstream.errors import ModelError, SlipstreamError, UsageError
 from slipstream.strategy import BalanceConfig
 from slipstream.trace import read
-from tests.harness.ranks import Ranks
 
 LENGTHS = np.random.default_rng(0).lognormal(2.0, 0.7, 83).astype(int).clip(1, 40).tolist()
 
@@ -135,12 +134,6 @@ def expected(indices: list[int], mean: str) -> torch.Tensor:
     rows, mask, _ = collate([dataset[i] for i in indices])
     loss_of(model(rows), mask, mean).backward()
     return gradient_of(model)
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        yield ranks
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -33,12 +33,6 @@ from tests.harness.counters import collectives, count
 from tests.harness.ranks import PerRank, Ranks
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
-
-
 class Says:
     """A loader of the user's own that says another length than it has."""
 

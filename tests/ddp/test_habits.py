@@ -18,15 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from slipstream.ddp import DdpCodec, codec_hook
 from slipstream.ddp._groups import BucketGroup, Routes
 from slipstream.errors import ModelError, UsageError
-from tests.harness.ranks import Ranks
 from tests.harness.reference import digest
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2) as ranks:
-        yield ranks
-
 
 CODECS: dict[str, Any] = {
     "half": "half",

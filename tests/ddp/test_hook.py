@@ -18,12 +18,6 @@ from tests.harness.ranks import Ranks
 from tests.harness.reference import digest, same_bits
 
 
-@pytest.fixture(scope="module")
-def four():
-    with Ranks(4) as ranks:
-        yield ranks
-
-
 class Deep(nn.Module):
     """Enough bytes for several buckets of DDP."""
 

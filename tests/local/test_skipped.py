@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,12 +11,6 @@ import slipstream
 from tests.harness.ranks import Ranks
 from tests.local.reference import flat
 from tests.local.test_training import build, loss_of
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def skipping(at: int, steps: int) -> tuple[int, Tensor]:

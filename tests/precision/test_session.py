@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,6 @@ from tests.precision.battery import CASES, TYPES, build, here, holds, losses, sa
 FP16 = {"dtype": "fp16", "emulate": True}
 KINDS = pytest.mark.parametrize("kind", ["autocast", "half_weights"])
 Case = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("name", [n for n, c in CASES.items() if "codec" not in str(c)])

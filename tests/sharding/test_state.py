@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,6 @@ from slipstream.sharding.state import join_shards
 from tests.harness.ranks import Ranks
 from tests.harness.reference import digest
 from tests.sharding.test_update import OPTIMIZERS, build, session_on, steps
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def save(folder: Path, transport: str, half: bool) -> None:

@@ -43,12 +43,6 @@ NORMS = ("lars", "lamb")
 """They add up norms, in another order where ranks have shards."""
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
-
-
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with Ranks(request.param) as ranks:

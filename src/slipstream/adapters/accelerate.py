@@ -260,7 +260,7 @@ class Accelerator(accelerate.Accelerator):
 
 
 class _GatheredOptimizer(AcceleratedOptimizer):
-    """Whose state is gathered from all ranks, over which it may lie."""
+    """An optimizer whose state is gathered from all ranks, over which it may lie."""
 
     opened_by: Accelerator
 

@@ -121,8 +121,8 @@ def unsent(proc: Path = PROC) -> list[str]:
 
 
 def _used(folder: Path, *, reaped: bool = False) -> tuple[float, int]:
-    """CPU seconds and bytes moved of a process or thread; the kernel adds the bytes of children
-    that it has waited for, and has their seconds apart."""
+    """CPU seconds and bytes moved of a process or thread. The bytes of a process are also those of
+    the children that it has reaped, whose seconds the kernel keeps apart."""
     with suppress(OSError, ValueError, IndexError):
         fields = (folder / "stat").read_text().rpartition(")")[2].split()
         cpu = sum(map(int, fields[11 : 15 if reaped else 13])) / _TICKS

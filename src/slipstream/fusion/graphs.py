@@ -173,7 +173,7 @@ class _Block:
         return key in self.graphs
 
     def _key(self, leaves: Sequence[Any], spec: Any) -> Any:
-        """All that a graph depends on."""
+        """Collect all that a graph depends on."""
         kinds = [
             (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
             if isinstance(leaf, Tensor)

@@ -303,7 +303,7 @@ def _move_step(parameter: Tensor, state: dict[str, Any]) -> None:
 
 
 def _count_on_host(states: Iterable[Any]) -> None:
-    """As torch's other forms do: on the device, each step would wait for it."""
+    """Keep the count of steps on the host, as torch does: on the device, each would wait for it."""
     for state in states:
         if state and isinstance(step := state.get("step"), Tensor):
             state["step"] = step.cpu()

@@ -14,6 +14,7 @@ from torch import nn
 from slipstream.errors import UsageError
 from slipstream.local.training import LocalTraining
 from slipstream.parallel.whole_model import WholeModel
+from slipstream.pytree import mapped
 
 KEY = "local"
 """The entry of a rank's part in what ``checkpoint(sharded=True)`` returns as optimizer."""
@@ -35,12 +36,10 @@ class LocalModel(WholeModel):
         """``model.state_dict()`` with the outer parameters, the same on every rank."""
         assert self.training is not None
         with self.training.evaluating():
-            state = super().full_state_dict()
             copies: dict[int, Any] = {}  # by which tensors that share memory still do
-            return {
-                key: deepcopy(value, copies) if isinstance(value, torch.Tensor) else value
-                for key, value in state.items()
-            }
+            whole = super().full_state_dict()
+            state: dict[str, Any] = mapped(whole, lambda tensor: deepcopy(tensor, copies))
+            return state
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin anew from these parameters, on every rank."""
@@ -59,6 +58,7 @@ class LocalModel(WholeModel):
     def load_full_optimizer_state_dict(self, state: dict[str, Any]) -> None:
         """Load this rank's part, if the state has those of all ranks, else a state for all."""
         assert self.training is not None
+        self.training.own_state = None
         parts = state.get(KEY)
         if not isinstance(parts, list):  # a state for all, or one rank's part, which is refused
             super().load_full_optimizer_state_dict(state)

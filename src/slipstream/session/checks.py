@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -12,10 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from slipstream.comm.signature import COMPLEX, FLOATS
-from slipstream.errors import ModelError, StrategyError
+from slipstream.errors import ModelError, StrategyError, UsageError
 from slipstream.strategy import Strategy
 
 _DTYPES = (*FLOATS, *COMPLEX)
+ACCELERATED: WeakSet[nn.Module] = WeakSet()
+"""Models of sessions that are open."""
+SHARDED: WeakSet[nn.Module] = WeakSet()
+"""Models left sharded by a session that ended with an error."""
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -62,6 +67,23 @@ def check_model(model: nn.Module) -> None:
                 "ranks' values cannot be written to; register a dense copy: tensor.to_dense(), "
                 "tensor.clone(memory_format=torch.contiguous_format) or tensor.resolve_conj()"
             )
+
+
+def check_unused(model: nn.Module) -> None:
+    """Refuse a model that a session uses, or has left sharded.
+
+    Raises:
+        UsageError: says which.
+    """
+    if any(module in ACCELERATED for module in model.modules()):
+        raise UsageError(
+            "this model is accelerated already; close() its session before a second accelerate()"
+        )
+    if any(module in SHARDED for module in model.modules()):
+        raise UsageError(
+            "a session that ended with an error has left this model sharded: this rank has only a "
+            "part of it; build it anew, and load a checkpoint"
+        )
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

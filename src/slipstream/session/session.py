@@ -311,6 +311,7 @@ class Session(Generic[M, O]):
             MismatchError: ranks load different states.
         """
         self._must_be_open("load_state_dict")
+        self._check_restore("load_state_dict")
         self._must_have_no_gradients("load_state_dict")
         with self._loop.explaining():
             self._state.check(state)
@@ -392,8 +393,7 @@ class Session(Generic[M, O]):
             MismatchError: ranks load different states.
         """
         self._must_be_open("restore")
-        if self._loop.local is not None:
-            self._loop.local.check_restore()
+        self._check_restore("restore")
         with self._loop.explaining():
             self._restore(joined(state))
 
@@ -581,6 +581,10 @@ class Session(Generic[M, O]):
             raise complaint
         if complaint is not None:
             warnings.warn(complaint, stacklevel=2)
+
+    def _check_restore(self, verb: str) -> None:
+        if self._loop.local is not None:
+            self._loop.local.check_restore(verb)
 
     def _must_not_lose_gradients(self, verb: str) -> None:
         self._loop.settle()

@@ -18,7 +18,6 @@ from slipstream.cluster.connect import Cluster
 from slipstream.fusion.checks import check_compute, compute_warnings
 from slipstream.gradients.checks import check_gradients, gradient_warnings
 from slipstream.gradients.segments import parameters_of
-from slipstream.local.checks import check_local
 from slipstream.memory.checks import check_memory
 from slipstream.parallel.checks import check_parallel
 from slipstream.precision.model_precision import check_precision, precision_warnings
@@ -30,6 +29,7 @@ from slipstream.session.checks import (
 )
 from slipstream.sharding.checks import check_sharded
 from slipstream.strategy import Strategy
+from slipstream.strategy.local_checks import check_local
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,7 @@ class ShardedModel(WholeModel):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """As torch's, of shards.
+        """Clip as torch does, by the norm over the shards of all ranks.
 
         Raises:
             UsageError: the gradients are not averages yet.

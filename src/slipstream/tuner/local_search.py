@@ -64,7 +64,8 @@ class LocalSearch:
         self, strategy: Strategy, ranks: Cluster, control: dist.ProcessGroup, meetings: Meetings
     ) -> None:
         assert strategy.local is not None
-        self._updates = strategy.local.updates
+        updates, warm_up = strategy.local.updates, strategy.local.warm_up
+        self._updates = None if updates is None else max(updates - warm_up, 0)  # that meet
         self._base = strategy.model_copy(update={"local": None})
         self._ranks, self._control, self._meetings = ranks, control, meetings
         self.outcome = ""
