@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from slipstream.cli import store as command
+from slipstream.cli import store as command, watch
+from slipstream.cluster import connect
+from slipstream.cluster.environment import Environment
 from slipstream.cluster.listen import TOKEN, admit, new_token, open_store
 from slipstream.errors import ClusterError, LaunchError
 
@@ -51,6 +55,32 @@ def test_a_host_or_port_that_cannot_be_had_is_named():
         port = taken.getsockname()[1]
         with pytest.raises(LaunchError, match=f"--port {port} cannot be used: Address already"):
             command.open_store(port)
+
+
+@pytest.fixture
+def debian(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of this host, by which Debian's /etc/hosts gives it an address of its own."""
+    ask = socket.getaddrinfo
+
+    def answer(host: str, *args: Any, **kwargs: Any) -> Any:
+        return ask("127.0.1.1" if host == "node0" else host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+    return "node0"
+
+
+def test_a_name_that_is_loopback_to_its_host_alone_is_not_listened_on_for_others(debian: str):
+    with pytest.raises(OSError, match=r"node0 is 127\.0\.1\.1 to itself"):
+        open_store(debian, 0)
+    with pytest.raises(LaunchError, match=r"--meet node0:29700 cannot be used: node0 is 127\.0"):
+        watch._board(f"{debian}:29700", 2, 0)
+    here = Environment(master_addr=debian, master_port=0, world_size=4, num_nodes=2)
+    assert connect._keeper(here) is None  # torch listens on all interfaces
+    alone = connect._keeper(replace(here, num_nodes=1))
+    assert alone is not None
+    assert [*listening(alone.port)] == ["0101007F"]
+    told = open_store("127.0.1.1", 0)
+    assert [*listening(told.port)] == ["0101007F"]
 
 
 @pytest.mark.parametrize(

@@ -289,12 +289,13 @@ def _store_is_the_agents() -> bool:
 
 def _keeper(environment: Environment) -> TCPStore | None:
     """The store of the first rank, on the interface of its address; None: another process has it,
-    or the address is none of this machine, and torch listens on all."""
+    or the address is none of this machine, or not to other nodes, and torch listens on all."""
     if environment.rank or _store_is_the_agents():
         return None
     with suppress(OSError):
         address, port = str(environment.master_addr), int(environment.master_port or 0)
-        return open_store(address, port, multi_tenant=True)
+        alone = environment.num_nodes == 1
+        return open_store(address, port, alone=alone, multi_tenant=True)
     return None
 
 

@@ -15,9 +15,13 @@ import logging
 import os
 import secrets
 import socket
+from contextlib import suppress
 from datetime import timedelta
+from errno import EADDRNOTAVAIL
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
+from slipstream.cluster.environment import LOOPBACK
 from slipstream.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -68,22 +72,28 @@ def admit(store: Store, token: str, where: str) -> str:
     return own
 
 
-def open_store(host: str, port: int, **options: Any) -> TCPStore:
+def open_store(host: str, port: int, *, alone: bool = False, **options: Any) -> TCPStore:
     """Open torch's store on the interface of ``host`` alone; port 0: a free one.
 
     torch by itself listens on all interfaces, whatever host it is given.
 
     Args:
+        host: an address of this machine, or a name of it.
+        alone: whether nobody comes from other hosts, so that the name may be that of an interface
+            which they do not reach.
         options: more arguments of ``torch.distributed.TCPStore``.
 
     Raises:
-        OSError: the host is none of this machine, or the port is taken.
+        OSError: the host is none of this machine, or not to others, or the port is taken.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # late: slow to import
 
     family, kind, _, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
+    if not alone and _is_own_name(host, str(address[0])):
+        words = f"{host} is {address[0]} to itself (/etc/hosts), where no other host reaches it"
+        raise OSError(EADDRNOTAVAIL, words)
     with socket.socket(family, kind) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -99,3 +109,14 @@ def open_store(host: str, port: int, **options: Any) -> TCPStore:
             master_listen_fd=listener.detach(),
             **{"timeout": timedelta(minutes=1), **options},
         )
+
+
+def _is_own_name(host: str, address: str) -> bool:
+    """Whether a host has this address under that name for itself alone, as Debian's 127.0.1.1."""
+    if host in LOOPBACK:
+        return False
+    with suppress(ValueError):
+        ip_address(host)
+        return False
+    found = ip_address(address)
+    return found.is_loopback or found.is_link_local
