@@ -251,6 +251,10 @@ def whole_state(other: bool) -> tuple[bool, bool, bool]:
     session.close()
     plain = build()
     plain.load_state_dict(state["model"])
+    if other:  # ranks have trained with optimizers of their own, and average with one and the same
+        saved = [state]
+        torch.distributed.broadcast_object_list(saved)
+        (state,) = saved
     again = build()
     session = slipstream.accelerate(again, sgd(again), None, strategy if not other else None)
     session.restore(state)
