@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli import main as cli
-from slipstream.cli.tune import command as command
+from slipstream.cli.tune import command as command, place
 from slipstream.errors import LaunchError
 from slipstream.planner.network.profile import NetworkProfile
 from slipstream.planner.search import candidates
@@ -67,7 +67,7 @@ def test_it_measures_real_ranks_and_writes_what_it_found(slipstream, monkeypatch
     # A codec is tried, come what may, and nothing is fast enough for a comparison in pairs.
     monkeypatch.setattr(tune, "MODEL_ERROR", 1.0)
     monkeypatch.setattr(tune, "_noise", lambda first: 0.99)
-    monkeypatch.setattr(command, "MOST_SECONDS", 1.0)
+    monkeypatch.setattr(place, "MOST_SECONDS", 1.0)
     monkeypatch.setattr(exact_search, "STEPS", 1)
     monkeypatch.setattr(candidates, "ACCUMULATE", ())  # a codec alone, which fails
     every = candidates.coded

@@ -58,8 +58,9 @@ RunUpdates = Callable[[Strategy, float, int, bool], Measurement | Failure]
 
 
 class TunedToLoss(NamedTuple):
-    """The strategy to use and why, with all predictions, the best first."""
+    """The strategy to use and why to reach a loss, with all predictions, the best first."""
 
+    loss: float
     strategy: Strategy
     verdict: str
     predictions: tuple[TimeToLoss, ...]
@@ -149,7 +150,7 @@ class LossTuner:
         if left_out:
             words += f"; the budget ended before {left_out} more: a larger --budget tries them"
         trials = log.result(strategy, words).trials
-        return TunedToLoss(strategy, words, tuple(found), calibration, trials, paired)
+        return TunedToLoss(self.loss, strategy, words, tuple(found), calibration, trials, paired)
 
     def _first(self, log: TrialLog) -> Measurement:
         self.doing(f"the baseline, {self.updates} updates")

@@ -80,10 +80,10 @@ def tune_to_loss(
     ).tune()
 
 
-def show(tuned: TunedToLoss, loss: float, console: Console) -> None:
+def show(tuned: TunedToLoss, console: Console) -> None:
     """Print the predictions, their doubts and the choice."""
     forecast = LossForecast(tuned.calibration)
-    console.print(table(tuned.predictions, forecast.base, f"time to a loss of {loss:g}"))
+    console.print(table(tuned.predictions, forecast.base, f"time to a loss of {tuned.loss:g}"))
     for line in agreement(tuned.calibration):
         console.print(Text(line), soft_wrap=True)
     far = doubts(forecast, tuned.predictions, forecast.base)
