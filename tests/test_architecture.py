@@ -82,7 +82,7 @@ MAY_COMMUNICATE = (
 """The rooms that call collectives. All others, those of gradients above all, say by values what is
 to be exchanged, and the transport that the strategy names carries it out."""
 
-NO_SUBJECT = re.compile(r"(What|Of|How|Where|Whose|Those|In which|As torch's)\b")
+NO_SUBJECT = re.compile(r"(What|Of|How|Where|Whose|Those|In which|That of|All that|As torch's)\b")
 NO_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 
 Modules = Mapping[str, ast.Module]

@@ -45,8 +45,7 @@ class Folder:
     path: Path
 
     def complete(self) -> list[Path]:
-        """All that have been renamed, the oldest first; whether they still are whole is for
-        `check`."""
+        """List what has been renamed, the oldest first; whether all is whole is for `check`."""
         there = self.path.iterdir() if self.path.is_dir() else ()
         return sorted((path for path in there if _NAME.fullmatch(path.name)), key=_age)
 

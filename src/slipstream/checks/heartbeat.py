@@ -282,7 +282,7 @@ class Heartbeat:
                 sys.stderr.write(f"slipstream: {words}\n")
 
     def _watch_neighbour(self, now: float) -> None:
-        """The next rank that has not left."""
+        """Raise an alarm where the next rank that has not left is silent."""
         for distance in range(1, self.world_size):
             rank = (self.rank + distance) % self.world_size
             heard = self._hear(rank, now)
@@ -301,7 +301,7 @@ class Heartbeat:
         return state_of_process(other.pid) == "R" if self._own.sees(other) else other.young
 
     def _watch_all(self, own: RankState, now: float) -> None:
-        """Whether anybody lives, of all ranks."""
+        """Raise an alarm where ranks wait and none shows a sign of life."""
         heard = {
             rank: self._hear(rank, now) for rank in range(self.world_size) if rank != self.rank
         }
@@ -415,7 +415,7 @@ class Heartbeat:
         os._exit(EXIT_CODE)
 
     def _watch_store(self) -> None:
-        """Whether the thread that beats comes back from the store."""
+        """End this rank where the thread that beats no longer comes back from the store."""
         looked = time.monotonic()
         while not self._closing.wait(self.interval):
             now = time.monotonic()

@@ -317,7 +317,8 @@ class LocalTraining:
 
     @property
     def _position(self) -> int:
-        """Updates of the run: where its schedule is, the next meeting before it."""
+        """Updates of the run by its schedule; a meeting that was announced and not held is still
+        ahead."""
         if self.warms_up:
             return self.updates
         return self._config.warm_up + self._clock - (self._pace.waited is not None)
@@ -375,8 +376,8 @@ class LocalTraining:
     # State.
 
     def _settle_down(self) -> None:
-        """Return when nothing is on its way but the word of this rank that it is ready to meet:
-        slower ranks, which may be saving, too, answer that later."""
+        """Wait for what is on its way, unless this rank has announced a meeting: slower ranks
+        answer that only later, and may be saving, too."""
         if self._pace.waited is not None:
             return
         self._exchanges.land()

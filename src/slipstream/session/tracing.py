@@ -200,7 +200,7 @@ class SessionTracer:
             self._watch.backward_ends()
 
     def flushed(self) -> None:
-        """It is done."""
+        """The exchange of a flush has ended."""
         if self._watch is not None:
             self._watch.exchanged()
 
@@ -256,7 +256,7 @@ class SessionTracer:
         self._norms.close()
 
     def _mean_loss(self) -> dict[str, torch.Tensor]:
-        """That of the backward passes of this update, if they were of losses."""
+        """Average the losses of this update's backward passes, if they were of losses."""
         losses = self._losses
         return {"loss": torch.stack([one.view(()) for one in losses]).mean()} if losses else {}
 

@@ -35,7 +35,7 @@ from slipstream.cli.ranks import (
 from slipstream.cli.strategy_file import write_strategy
 from slipstream.cli.time_to_loss import LOSSY_ALONE
 from slipstream.cli.tune.display import Display, table
-from slipstream.cli.tune.place import Place, PlaceNetwork
+from slipstream.cli.tune.place import TrialPlace, TrialNetwork
 from slipstream.cli.tune.to_loss import show, tune_to_loss
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.errors import LaunchError, StrategyError
@@ -141,14 +141,14 @@ def tune(
     known = NetworkProfile.load(cluster) if cluster else None
     folder = log_folder("tune-")
     LaunchSpec(script=script, log_dir=folder)  # checks that the script exists
-    place = Place(ranks or (1 if nodes else 2), nodes, rate or "1gbit")
+    place = TrialPlace(ranks or (1 if nodes else 2), nodes, rate or "1gbit")
     make_log_folder(folder, "start it in a folder that can be written")
     trials = Trials(place.command(script, args or []), folder, steps or 10)
     end_on_signals()
     found: Tuned | TunedToLoss
     try:
         with Display(seconds, console) as display:
-            network = PlaceNetwork(place, known, folder / "network", display)
+            network = TrialNetwork(place, known, folder / "network", display)
             if to_loss is not None:
                 found = tune_to_loss(
                     *(trials, base, to_loss, seconds, network.profile, display),
@@ -187,7 +187,7 @@ def tune(
 
 
 def _predict(
-    updates: int | None, network: PlaceNetwork, trace: Trace, base: Strategy
+    updates: int | None, network: TrialNetwork, trace: Trace, base: Strategy
 ) -> list[Prediction]:
     """Predictions of ``base`` and of lossy strategies on its exchange, the fastest first."""
     return Forecast.of(trace, network.profile(), base, updates).lossy()

@@ -18,7 +18,7 @@ MOST_SECONDS = 20.0  # of the network's measurement
 
 
 @dataclass(frozen=True)
-class Place:
+class TrialPlace:
     """The place of trials: ranks of this host, or emulated hosts.
 
     Raises:
@@ -63,10 +63,10 @@ class Place:
 
 
 @dataclass(frozen=True)
-class PlaceNetwork:
+class TrialNetwork:
     """Costs of exchanges where the trials run: known, or measured into a folder."""
 
-    place: Place
+    place: TrialPlace
     known: NetworkProfile | None
     folder: Path
     display: Display
@@ -83,7 +83,7 @@ class PlaceNetwork:
         return profile
 
 
-def _measured(place: Place, folder: Path, display: Display) -> NetworkProfile:
+def _measured(place: TrialPlace, folder: Path, display: Display) -> NetworkProfile:
     display.doing("measuring the network")
     file = folder / "cluster.yaml"
     seconds = min(MOST_SECONDS, max(2.0, display.left() / 20))
