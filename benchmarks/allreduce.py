@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.iteration import quartiles, this_module
-from benchmarks.record import finish
+from benchmarks.record import arguments, finish
 from benchmarks.turns import carry, computing, open_transports, seconds_of, take_turns
 from slipstream.testbed import Testbed
 from slipstream.transport.requests import AllReduce
@@ -100,11 +100,9 @@ def start(argv: list[str], args: argparse.Namespace) -> int:
 
 def main() -> int:
     """Start the ranks, or be one."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--nodes", type=int, default=4)
+    parser = arguments(__doc__)
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--numbering", choices=("contiguous", "permuted"), default="contiguous")
-    parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--kilobytes", nargs="*", type=int, default=[1024, 4096, 16384, 65536])
     parser.add_argument(
         "--transports",
@@ -115,7 +113,6 @@ def main() -> int:
     parser.add_argument("--busy", action="store_true", help="each rank computes meanwhile")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
     if "RANK" in os.environ:
         measure(args)

@@ -45,7 +45,7 @@ from benchmarks.cases import (
     timed_iterations,
 )
 from benchmarks.iteration import LEARNING_RATE, plain, quartiles
-from benchmarks.record import finish
+from benchmarks.record import arguments, finish
 from benchmarks.turns import joined_ranks
 from slipstream.planner.search.label import label
 from slipstream.session import exchanging
@@ -260,10 +260,8 @@ def differences(ones: Sequence[float], others: Sequence[float]) -> Iterator[floa
 
 def main() -> int:
     """Start the ranks, or be one."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = arguments(__doc__)
     parser.add_argument("--model", choices=MODELS, default="resnet50")
-    parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--compute", choices=("cpu", "accelerator"), default="cpu")
     parser.add_argument("--compute-seconds", type=seconds_or_wire, default="wire")
     parser.add_argument("--updates", type=int, default=AutoConfig().updates, help="of the search")
@@ -278,7 +276,6 @@ def main() -> int:
     parser.add_argument(
         "--ranks-on-one-host", action="store_true", dest="loopback", help="without emulated links"
     )
-    parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
     if args.compute == "accelerator" and args.loopback and args.compute_seconds == "wire":
         parser.error("--compute-seconds: one host has no wire time; give the seconds")

@@ -135,6 +135,11 @@ def case_of(args: argparse.Namespace, world: int) -> Case:
     return case
 
 
+def on_one_host(args: argparse.Namespace) -> bool:
+    """Whether ranks run without emulated links, which not every benchmark offers."""
+    return bool(getattr(args, "loopback", False))
+
+
 def head_of(
     args: argparse.Namespace, case: Case, *, without_links: str = "loopback"
 ) -> dict[str, Any]:
@@ -143,14 +148,14 @@ def head_of(
         "model": args.model,
         "megabytes": case.num_bytes / 2**20,
         "nodes": args.nodes,
-        "rate": without_links if args.loopback else args.rate,
+        "rate": without_links if on_one_host(args) else args.rate,
         "rounds": args.rounds,
     }
 
 
 def wire_seconds(args: argparse.Namespace, num_bytes: int, world: int) -> float:
     """What a ring of all ranks needs to send; 0 on loopback, which has no rate."""
-    if args.loopback:
+    if on_one_host(args):
         return 0.0
     return 2 * (world - 1) / world * num_bytes * 8 / parse_rate(args.rate)
 
@@ -205,7 +210,7 @@ def as_ranks(
         os.environ.update(KEEP_MEMORY)
     if ranks is not None:
         return on_loopback(sys.argv[1:], ranks)
-    if args.loopback:
+    if on_one_host(args):
         return on_loopback(sys.argv[1:], args.nodes)
     return on_testbed(sys.argv[1:], args.nodes, args.rate, distance)
 

@@ -33,7 +33,7 @@ from benchmarks.cases import (
     wire_seconds,
 )
 from benchmarks.iteration import Iterate, accelerated, plain, quartiles
-from benchmarks.record import finish
+from benchmarks.record import arguments, finish
 from benchmarks.turns import joined_ranks
 from slipstream.fusion import compile_blocks
 
@@ -173,15 +173,12 @@ def write(
 
 def main() -> int:
     """Start the ranks, or be one."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = arguments(__doc__)
     parser.add_argument("--model", choices=MODELS, default="bert")
-    parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--ddp", nargs="*", type=float, help="DDP's buckets; default: 4 25, or 4")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--loopback", action="store_true", help="without emulated links")
-    parser.add_argument("--json", help="also write the figures to this file")
     return as_ranks(measure, parser.parse_args())
 
 

@@ -77,7 +77,7 @@ from benchmarks.iteration import (
     quartiles,
 )
 from benchmarks.peak_memory import free_bytes, peak_rss, release
-from benchmarks.record import finish
+from benchmarks.record import arguments, finish
 from benchmarks.turns import joined_ranks
 from slipstream.session.session import Session
 from slipstream.strategy import AutoConfig, OptimalConfig
@@ -267,10 +267,8 @@ def write(
 
 def main() -> int:
     """Start the ranks, or be one."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = arguments(__doc__)
     parser.add_argument("--model", choices=MODELS, default="resnet50")
-    parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--rate", default="1gbit")
     parser.add_argument(
         "--compute",
         choices=("cpu", "accelerator"),
@@ -329,7 +327,6 @@ def main() -> int:
     )
     parser.add_argument("--only-memory", action="store_true", help="peak memory, and no times")
     parser.add_argument("--loopback", action="store_true", help="without emulated links")
-    parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
     args.cores = args.cores or ("bound" if args.compute == "cpu" else "free")
     if args.compute == "accelerator" and args.loopback and args.compute_seconds == "wire":

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.baselines import fsdp_units
 from benchmarks.cases import as_ranks, share_cores
 from benchmarks.iteration import quartiles
-from benchmarks.record import finish
+from benchmarks.record import arguments, finish
 from benchmarks.turns import joined_ranks, seconds_of, take_turns
 from examples import data, models
 from slipstream.adapters.fsdp2 import accelerate_fsdp
@@ -167,16 +167,13 @@ def report(
 
 def main() -> int:
     """Start the ranks, or be one."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = arguments(__doc__)
     parser.add_argument("--model", default="mini", help="size of the GPT-2")
-    parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--loopback", action="store_true", help="ranks on this host, no links")
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=[*VARIANTS])
     parser.add_argument("--updates", type=int, default=4, help="of a turn")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=1, help="rounds that do not count")
-    parser.add_argument("--json", help="also write the figures to this file")
     return as_ranks(measure, parser.parse_args())
 
 

@@ -49,9 +49,9 @@ from benchmarks.baselines import wrapped_in_ddp
 from benchmarks.cases import MODELS, Case, as_ranks, share_cores, wire_seconds
 from benchmarks.convergence import Task, digits_task, text_task
 from benchmarks.iteration import LEARNING_RATE, on_loopback, plain, quartiles
-from benchmarks.record import finish
+from benchmarks.record import arguments, finish
 from benchmarks.torchft_diloco import DiLoCo
-from benchmarks.turns import slowest
+from benchmarks.turns import joined_ranks, slowest
 from examples import data
 from slipstream.calibration.calibrate import SIZES, calibrate
 from slipstream.cluster.connect import connect, from_environ
@@ -300,10 +300,9 @@ def train(task: Task, name: str, seed: int, steps: int) -> Run:
     return Run(name, seed, scores, seconds)
 
 
+@joined_ranks()
 def losses(args: argparse.Namespace) -> None:
     """What one rank does; rank 0 writes."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     task, runs = TASKS[args.task](), []
     names = args.variants or [*OTHERS, *LOCAL]
     plans = [(name, seed) for seed in range(args.seeds) for name in names]
@@ -324,8 +323,6 @@ def losses(args: argparse.Namespace) -> None:
         finish(args.json, "local", {**entry, "runs": [asdict(run) for run in runs]})
         if args.json:
             curves(args, names, runs).savefig(Path(args.json).with_suffix(".png"))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def curves(args: argparse.Namespace, names: Sequence[str], runs: Sequence[Run]) -> Figure:
@@ -522,7 +519,7 @@ def speed(args: argparse.Namespace) -> None:
 
 def main() -> int:
     """Start the ranks, or be one."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = arguments(__doc__, "100mbit")
     parser.add_argument("part", choices=("loss", "speed"))
     parser.add_argument("--task", choices=TASKS, default="causal")
     parser.add_argument(
@@ -533,8 +530,6 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=1600, help="updates of a training")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--nodes", type=int, default=4, help="hosts, or ranks of a training")
-    parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--round-trip-ms", type=float, default=0.0)
     parser.add_argument("--loss-percent", type=float, default=0.0)
     parser.add_argument("--keep-window", action="store_true", help="hosts set for long lines")
@@ -543,9 +538,7 @@ def main() -> int:
     parser.add_argument("--compute-seconds", type=float, default=0.15, help="of an update")
     parser.add_argument("--ddp", nargs="*", type=float, default=[4, 25], help="MB of buckets")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
-    args.loopback = False
     if args.part == "speed":
         distance = Distance(args.round_trip_ms / 1e3, args.loss_percent / 100, args.keep_window)
         return as_ranks(speed, args, distance)

@@ -47,7 +47,7 @@ from slipstream.advisor.advise import advise
 from slipstream.advisor.findings import Finding
 from slipstream.calibration.calibrate import SIZES, calibrate
 from slipstream.cluster.connect import connect, from_environ
-from slipstream.planner.iteration.contention_fit import prepare
+from slipstream.planner.iteration.contention_fit import read_trace
 from slipstream.planner.iteration.plan import CommPlan
 from slipstream.planner.iteration.simulate import predict
 from slipstream.planner.iteration.traced import traced_strategy
@@ -272,7 +272,7 @@ def seconds(trace: Trace) -> list[float]:
 
 def predicted(source: Trace, target: Trace, cluster: NetworkProfile) -> float:
     """Seconds for a batch under the plan of ``target``, from the trace ``source``."""
-    workload, fitted = prepare(source, cluster)
+    workload, fitted = read_trace(source, cluster)
     plan = CommPlan.of_trace(target, cluster.codecs)
     if plan.half != workload.half:  # a plan lists no bytes: those of the source are halved
         plan = CommPlan.of(traced_strategy(target), workload.gradients, cluster.codecs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import subprocess
@@ -12,6 +13,15 @@ from pathlib import Path
 
 from benchmarks.result import Entry
 from benchmarks.tables import TABLES
+
+
+def arguments(doc: str, rate: str = "1gbit") -> argparse.ArgumentParser:
+    """Make the parser of a benchmark on emulated hosts; ``doc``: of its module."""
+    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    parser.add_argument("--nodes", type=int, default=4, help="emulated hosts, or ranks")
+    parser.add_argument("--rate", default=rate)
+    parser.add_argument("--json", help="also write the figures to this file")
+    return parser
 
 
 def finish(path: str | None, benchmark: str, found: Entry) -> None:

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from benchmarks.auto import DEFAULT, Training, named
 from benchmarks.cases import KEEP_MEMORY, MODELS, Case, case_of, timed_iterations
 from benchmarks.iteration import plain, quartiles, this_module
-from benchmarks.record import finish
+from benchmarks.record import arguments, finish
 from benchmarks.turns import joined_ranks, seconds_of, take_turns
 from slipstream.strategy import AutoConfig, Strategy
 from slipstream.testbed import Testbed, parse_rate
@@ -358,19 +358,16 @@ def _hour(
 
 def main() -> int:
     """Start the ranks and change their links, or be a rank."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = arguments(__doc__)
     parser.add_argument("--model", choices=MODELS, default="resnet-small")
-    parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--slow", default="100mbit", help="the rate that comes in between")
     parser.add_argument("--compute-seconds", default="0.4", help="of an iteration, emulated")
     parser.add_argument("--updates", type=int, default=AutoConfig().updates, help="of a search")
     parser.add_argument("--turns", type=int, default=5, help="of several updates, for the cost")
     parser.add_argument("--noisy", type=int, default=400, help="updates on links that jitter")
     parser.add_argument("--rounds", type=int, default=20, help="of the three after each change")
-    parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
-    args.compute, args.loopback = "accelerator", False
+    args.compute = "accelerator"
     if "RANK" in os.environ:
         measure(args)
         return 0

@@ -135,9 +135,7 @@ def main() -> int:
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--ddp", type=float, default=8, help="MB of DDP's buckets: its best")
     parser.add_argument("--out", default=str(PICTURE), help="a PNG file")
-    args = parser.parse_args()
-    args.loopback = False
-    return as_ranks(measure, args)
+    return as_ranks(measure, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ that compute all the time are bound to one core, gloo's ring takes up to twenty 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -21,8 +20,9 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
-from benchmarks.iteration import on_testbed, quartiles
-from benchmarks.record import finish
+from benchmarks.cases import as_ranks
+from benchmarks.iteration import quartiles
+from benchmarks.record import arguments, finish
 from benchmarks.turns import carry, computing, open_transports, seconds_of, take_turns
 from slipstream.testbed import parse_rate
 from slipstream.transport.requests import AllReduce, sent_bytes
@@ -74,21 +74,14 @@ def report(
 
 def main() -> int:
     """Start the ranks, or be one."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--rate", default="1gbit")
+    parser = arguments(__doc__)
     parser.add_argument("--megabytes", type=int, default=96, help="exchanged in a turn")
     parser.add_argument("--segments", nargs="*", type=float, default=[8.0, 2.0], help="their MB")
     parser.add_argument("--transports", nargs="*", default=["flat", "direct"])
     parser.add_argument("--cores", nargs="*", choices=CORES, default=CORES)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=1)
-    parser.add_argument("--json", help="also write the figures to this file")
-    args = parser.parse_args()
-    if "RANK" in os.environ:
-        measure(args)
-        return 0
-    return on_testbed(sys.argv[1:], args.nodes, args.rate)
+    return as_ranks(measure, parser.parse_args(), keep_memory=False)
 
 
 if __name__ == "__main__":

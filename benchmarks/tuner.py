@@ -30,7 +30,7 @@ from rich.console import Console
 from torch import nn
 
 from benchmarks.iteration import Loss, accelerated, on_testbed, quartiles
-from benchmarks.record import finish
+from benchmarks.record import arguments, finish
 from benchmarks.turns import joined_ranks
 from examples import data, models
 from slipstream.calibration.calibrate import SIZES, calibrate
@@ -256,14 +256,11 @@ def say(text: str) -> None:
 
 def main() -> None:
     """Start the ranks of every example, or be one."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = arguments(__doc__)
     parser.add_argument("--examples", nargs="+", choices=EXAMPLES, default=EXAMPLES)
-    parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--steps", type=int, default=10, help="recorded in each block")
     parser.add_argument("--pairs", type=int, default=9, help="of the last comparison")
     parser.add_argument("--allow-lossy", action="store_true", help="codecs instead of splits")
-    parser.add_argument("--json", help="also write the figures to this file")
     parser.add_argument("--rank-of", nargs=2, metavar=("EXAMPLE", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank_of:

@@ -29,7 +29,7 @@ from benchmarks.accelerator import Device
 from benchmarks.baselines import wrapped_in_ddp
 from benchmarks.cases import MODELS, Case, as_ranks
 from benchmarks.iteration import LEARNING_RATE, plain, quartiles
-from benchmarks.record import finish
+from benchmarks.record import arguments, finish
 
 LOCAL = {"steps": 16, "fragments": 4, "delay": 4, "codec": "int8"}
 VARIANTS: dict[str, dict[str, Any] | None] = {
@@ -142,17 +142,12 @@ def measure(args: argparse.Namespace) -> None:
 
 def main() -> int:
     """Start the hosts, or be one."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = arguments(__doc__, "300mbit")
     parser.add_argument("--model", choices=MODELS, default="bert")
-    parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--rate", default="300mbit")
     parser.add_argument("--compute-seconds", type=float, default=0.2, help="of an update")
     parser.add_argument("--updates", type=int, default=256, help="of all hosts, in a turn")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", help="also write the figures to this file")
-    args = parser.parse_args()
-    args.loopback = False
-    return as_ranks(measure, args)
+    return as_ranks(measure, parser.parse_args())
 
 
 if __name__ == "__main__":

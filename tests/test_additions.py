@@ -6,7 +6,6 @@ them as it takes its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
@@ -123,12 +122,6 @@ def trained(gradients: dict[str, Any], folder: str = "") -> tuple[Tensor, str, i
             state, report = session.state_dict(), session.report(full=True)
         values = torch.cat([p.detach().flatten() for p in model.parameters()])
         return values, report, CountingTransport.started, state
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def test_they_train_beside_all_the_rest(two: Ranks) -> None:

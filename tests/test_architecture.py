@@ -82,6 +82,7 @@ MAY_COMMUNICATE = (
 """The rooms that call collectives. All others, those of gradients above all, say by values what is
 to be exchanged, and the transport that the strategy names carries it out."""
 
+NO_SUBJECT = re.compile(r"(What|Of|How|Where|Whose|Those|In which|As torch's)\b")
 NO_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 
 Modules = Mapping[str, ast.Module]
@@ -243,7 +244,7 @@ def docstrings_without_a_subject(modules: Modules) -> Iterator[str]:
     for module, tree in modules.items():
         for node in ast.walk(tree):
             text = ast.get_docstring(node) if isinstance(node, kinds) else None
-            if re.match(r"(What|Of|How|Where)\b", text or ""):
+            if NO_SUBJECT.match(text or ""):
                 yield f"{module}.{getattr(node, 'name', '')}"
 
 
@@ -323,6 +324,10 @@ BROKEN = {
     "a function that is described by a question": (
         "docstrings_without_a_subject",
         {"comm/a.py": 'def f():\n    """How many there are."""'},
+    ),
+    "a function that is described by its object": (
+        "docstrings_without_a_subject",
+        {"comm/a.py": 'def f():\n    """Those of a host."""'},
     ),
     "a file called helpers": ("vague_names", {"comm/_helpers.py": ""}),
 }

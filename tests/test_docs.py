@@ -24,6 +24,7 @@ PAGES = [
     ROOT / "examples/cluster/README.md",
 ]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+FILE = re.compile(r"`((?:[\w.]+/)+\w+\.py)")
 
 
 def anchors(page: Path) -> set[str]:
@@ -62,6 +63,22 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# One\n# One\n[a](#one-1) [b](#two) [c](other.md) [d](https://x.y)")
     assert broken_links(page) == ["#two", "other.md"]
+
+
+def missing_files(text: str) -> list[str]:
+    """Files that a page names between backticks and that are not there."""
+    roots = (ROOT, ROOT / "src", ROOT / "src/slipstream")
+    return [name for name in FILE.findall(text) if not any((r / name).exists() for r in roots)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_that_is_named_is_there(page: Path) -> None:
+    assert missing_files(page.read_text()) == []
+
+
+def test_a_file_that_is_gone_is_found() -> None:
+    text = "`planner/curve.py`, `planner/network/curve.py` and `planner/network/trust.py::Curve`"
+    assert missing_files(text) == ["planner/curve.py", "planner/network/trust.py"]
 
 
 def test_every_room_has_a_page() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -106,12 +105,6 @@ def run(text: str) -> list[float]:
     if "session" in names:
         names["session"].close()
     return [float(value) for p in model.parameters() for value in p.detach().flatten()]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def test_there_are_blocks() -> None:

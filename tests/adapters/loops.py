@@ -92,6 +92,7 @@ def trainer(
     folder: Path | None = None,
     resume: bool = False,
     times: int = 1,
+    change: Callable[[nn.Module], object] = lambda model: None,
     **settings: Any,
 ) -> Noted:
     package = importlib.import_module("accelerate")
@@ -108,6 +109,8 @@ def trainer(
             scores = self.net(x)
             return {"loss": nn.functional.mse_loss(scores, labels), "scores": scores}
 
+    model = Scored()
+    change(model)
     x, labels = samples()[:]
     rows = [{"x": a, "labels": b} for a, b in zip(x, labels, strict=True)]
     arguments = transformers.TrainingArguments(
@@ -116,7 +119,7 @@ def trainer(
         learning_rate=0.03, per_device_train_batch_size=4, gradient_accumulation_steps=2,
         use_cpu=True, report_to=[], disable_tqdm=True, **settings,
     )  # fmt: skip
-    named = {"model": Scored(), "args": arguments, "train_dataset": rows, "eval_dataset": rows}
+    named = {"model": model, "args": arguments, "train_dataset": rows, "eval_dataset": rows}
     if strategy is None:
         made = transformers.Trainer(**named)
     else:
@@ -146,6 +149,7 @@ def lightning(
     at_validation: Callable[[nn.Module], None] = lambda model: None,
     averages: bool = False,
     val_check_interval: float = 1.0,
+    launcher: str = "TorchElasticEnvironment",
 ) -> Noted:
     pytorch = importlib.import_module("lightning.pytorch")
     strategies = importlib.import_module("lightning.pytorch.strategies")
@@ -158,9 +162,12 @@ def lightning(
             self.net = model_of_tests()
             self.automatic_optimization = not manual
 
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.net(x)
+
         def training_step(self, batch: Any, index: int) -> torch.Tensor:
             x, y = batch
-            loss = nn.functional.mse_loss(self.net(x), y)
+            loss = nn.functional.mse_loss(self(x), y)
             if index % 2:
                 noted.append(self.all_gather(loss.detach()).mean())
             if manual:
@@ -174,7 +181,7 @@ def lightning(
         def validation_step(self, batch: Any, index: int) -> None:
             at_validation(self)
             x, y = batch
-            self.log("loss", nn.functional.mse_loss(self.net(x), y), sync_dist=True)
+            self.log("loss", nn.functional.mse_loss(self(x), y), sync_dist=True)
 
         def configure_optimizers(self) -> Any:
             made = optimizers(self)
@@ -182,11 +189,11 @@ def lightning(
                 return made
             return [made], [torch.optim.lr_scheduler.StepLR(made, 1, gamma=0.9)]
 
-    torchrun = environments.TorchElasticEnvironment()
+    started = getattr(environments, launcher)()
     if strategy is None:
-        chosen = strategies.DDPStrategy(cluster_environment=torchrun)
+        chosen = strategies.DDPStrategy(cluster_environment=started)
     else:
-        chosen = adapter("lightning").SessionStrategy(strategy, cluster_environment=torchrun)
+        chosen = adapter("lightning").SessionStrategy(strategy, cluster_environment=started)
     package = importlib.import_module("lightning.pytorch.callbacks")
     callbacks = [package.StochasticWeightAveraging(0.01, 1)] if averages else []
     if folder is not None:

@@ -48,18 +48,6 @@ ROOT = Path(__file__).parents[2]
 PLAIN: Mapping[str, object] = {}
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        yield ranks
-
-
 class Net(nn.Module):
     """Odd sizes, a frozen layer, a head tied to the embedding; blocks computed again if asked."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,15 +25,13 @@ IN_SUITE = {
         "save_state, load_state and skip_first_batches in mid-epoch",
         "find_executable_batch_size",
     ),
-    "Trainer": ("accumulate: the last window is partial", "evaluate() before train()"),
+    "Trainer": (
+        "accumulate: the last window is partial",
+        "evaluate() before train()",
+        "out of memory in a window, then auto_find_batch_size",
+    ),
 }
 """What an adapter does by itself; what a session does is tried in tests/conformance."""
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def test_the_page_has_every_habit_and_none_is_wrong() -> None:

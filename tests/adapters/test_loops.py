@@ -7,18 +7,21 @@ import difflib
 import importlib
 import importlib.util
 import io
+import os
 import re
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from slipstream.errors import ModelError, UsageError
 from tests.adapters.loops import (
@@ -42,12 +45,6 @@ EXACT: dict[str, dict[str, Any]] = {
     "direct, per layer": {"gradients": {"transport": "direct", "split": "per_layer"}},
     "sharded": {"gradients": {"transport": "sharded"}},
 }
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 @cache
@@ -103,6 +100,17 @@ def test_habits_with_lightning_train_as_under_ddp(two: Ranks, habit: str, tmp_pa
     assert len([*tmp_path.glob("{}/*.ckpt")]) >= 3
 
 
+def by_its_own_launcher() -> bool:
+    theirs = plain("lightning")
+    del os.environ["RANK"]  # which it sets nowhere
+    ours = lightning({}, launcher="LightningEnvironment")
+    return all(map(torch.equal, ours, theirs))
+
+
+def test_lightnings_own_launcher_starts_a_session(two: Ranks) -> None:
+    assert two.run(by_its_own_launcher) == [True, True]
+
+
 OTHERS: dict[str, dict[str, Any]] = {
     "powersgd": {"gradients": {"codec": {"kind": "powersgd", "rank": 1, "start_step": 2}}},
     "auto": {"gradients": {"split": "optimal", "transport": "auto"}},
@@ -137,6 +145,7 @@ def test_other_strategies_work_and_leave_a_trace(
 RESUMED: dict[str, dict[str, Any]] = {
     "int8": {"gradients": {"codec": {"kind": "int8", "error_feedback": True}}},
     "sharded": {"gradients": {"transport": "sharded"}},
+    "sharded masters": {"gradients": {"transport": "sharded"}, "precision": "half_weights"},
 }
 
 
@@ -243,6 +252,17 @@ TWICE: dict[str, dict[str, Any]] = {
 }
 
 
+def mistakes_with_trainer() -> None:
+    def split(model: Any) -> None:
+        fully_shard(model).is_distributed_loading_by_transformers = True  # as it loads by a plan
+
+    with pytest.raises(ModelError, match=r"parameter net\.0\.weight is split over ranks already"):
+        trainer({}, change=split)
+    arguments = importlib.import_module("transformers").TrainingArguments
+    with patch.object(arguments, "n_gpu", 2), pytest.raises(UsageError, match="2 GPUs in one"):
+        trainer({})
+
+
 def mistakes_with_lightning() -> None:
     ours = adapter("lightning").SessionStrategy
     with pytest.raises(UsageError, match=r"SessionStrategy\(static_graph=\.\.\.\)"):
@@ -265,13 +285,14 @@ def mistakes_with_lightning() -> None:
 
 def mistakes_with_fabric() -> None:
     package = importlib.import_module("lightning.fabric")
-    environments = importlib.import_module("lightning.fabric.plugins.environments")
+    plugins = importlib.import_module("lightning.fabric.plugins")
     ours = adapter("fabric").FabricStrategy
     with pytest.raises(UsageError, match=r"FabricStrategy\(static_graph=\.\.\.\)"):
         ours(static_graph=True)
 
     def made(strategy: dict[str, Any], **named: Any) -> Any:
-        chosen = ours(strategy, cluster_environment=environments.TorchElasticEnvironment())
+        torchrun = plugins.environments.TorchElasticEnvironment()
+        chosen = ours(strategy, cluster_environment=torchrun)
         fabric = package.Fabric(accelerator="cpu", devices=2, strategy=chosen, **named)
         fabric.launch()
         return fabric
@@ -300,6 +321,11 @@ def mistakes_with_fabric() -> None:
     for strategy, named, words in [
         (TWICE["accumulates"], {}, r"set fabric\.no_backward_sync"),
         (TWICE["casts"], {"precision": "bf16-mixed"}, "and precision='bf16-mixed' of Fabric"),
+        (
+            {"gradients": {"codec": "onebit"}},
+            {"plugins": [plugins.MixedPrecision("16-mixed", "cpu")]},
+            "codec onebit, .* under precision='16-mixed' of Fabric, whose loss scale changes",
+        ),
     ]:
         both, model = made(strategy, **named), model_of_tests()
         with pytest.raises(UsageError, match=words):
@@ -404,8 +430,40 @@ def test_accelerates_state_dict_has_the_parameters_that_evaluate_best(two: Ranks
     assert two.run(trained_state) == [(True, True)] * 2
 
 
+def skips() -> list[tuple[bool, float]]:
+    """Whether Accelerate takes an update for skipped, and the rate after it, for two updates."""
+    package = importlib.import_module("accelerate")
+    package.state.AcceleratorState._reset_state(True)
+    package.state.GradientState._reset_state()
+    strategy = {"checks": {"nonfinite": "skip"}}
+    accelerator = adapter("accelerate").Accelerator(cpu=True, strategy=strategy)
+    model = model_of_tests()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)  # of one in two ranks
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    seen = []
+    for factor in (torch.inf, 1.0):
+        accelerator.backward(model(torch.ones(2, 8)).square().mean() * factor)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        seen.append((accelerator.optimizer_step_was_skipped, scheduler.get_last_lr()[0]))
+    accelerator.free_memory()
+    return seen
+
+
+def test_accelerate_knows_updates_that_a_session_skips(two: Ranks) -> None:
+    assert two.run(skips) == [[(True, 1.0), (False, 0.5)]] * 2
+
+
 @pytest.mark.parametrize(
-    "mistakes", [mistakes_with_accelerate, mistakes_with_lightning, mistakes_with_fabric]
+    "mistakes",
+    [
+        mistakes_with_accelerate,
+        mistakes_with_trainer,
+        mistakes_with_lightning,
+        mistakes_with_fabric,
+    ],
 )
 def test_mistakes_are_named(two: Ranks, mistakes: Callable[[], None]) -> None:
     two.run(mistakes)

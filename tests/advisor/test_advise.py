@@ -16,7 +16,7 @@ from slipstream.advisor.exchange_rules import accumulate, exchange_otherwise, se
 from slipstream.advisor.findings import Finding, merged
 from slipstream.advisor.trace_stats import TraceStats, trace_stats
 from slipstream.errors import ClusterError, TraceError
-from slipstream.planner.iteration.contention_fit import prepare
+from slipstream.planner.iteration.contention_fit import read_trace
 from slipstream.planner.iteration.plan import CommPlan
 from slipstream.planner.iteration.simulate import simulate
 from slipstream.planner.network.costs import CodecCost
@@ -283,7 +283,7 @@ def test_another_exchange_gains_what_the_planner_predicts(training, where, says)
     assert found is not None
     assert found.where == where
     assert says in found.evidence
-    workload, here = prepare(trace, network)
+    workload, here = read_trace(trace, network)
     settings = [trace.meta["strategy"], merged(trace.meta["strategy"], found.patch)]
     base, best = (Strategy.load({"gradients": one["gradients"]}) for one in settings)
     ranked = rank(exact(workload, here, base), workload, here, base)

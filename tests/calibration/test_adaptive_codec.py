@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
+import torch
 
 from slipstream.calibration.adaptive_codec import (
     CALIBRATION_SECONDS,
@@ -14,6 +14,7 @@ from slipstream.calibration.adaptive_codec import (
     measure,
 )
 from slipstream.calibration.calibrate import calibrate
+from slipstream.calibration.codec_cost import codec_cost
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.planner.network.costs import CodecCost
 from slipstream.planner.network.curve import Curve, Piece
@@ -22,7 +23,6 @@ from slipstream.strategy import AdaptiveConfig, Int8Config
 from tests.gradients.test_codec import session_of, step_of, wide
 from tests.harness import reference
 from tests.harness.counters import collectives
-from tests.harness.ranks import Ranks
 
 LATENCY, PER_BYTE = 1e-4, 1e-6
 NETWORK = Curve(  # beyond its points it is the line
@@ -32,12 +32,6 @@ NETWORK = Curve(  # beyond its points it is the line
     trusted=True,
 )
 QUARTER = CodecCost(ratio=0.25, encode=1e-9, decode=1e-9, startup=1e-5)
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("num_bytes", [1024, 8192, 10**6])
@@ -114,6 +108,15 @@ def measured(codec: str) -> str:
 def test_network_and_codec_are_measured_on_the_live_ranks(two, codec) -> None:
     reports = two.run(measured, codec, timeout=60)
     assert all("of 1 segments" in report for report in reports)
+
+
+def test_a_codec_codes_fp32_under_any_default_dtype() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        cost = codec_cost(Int8Config(), 2, torch.device("cpu"), window=1e-4)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert cost.ratio == pytest.approx(0.25, rel=0.1)
 
 
 def what_is_measured() -> tuple[CodecDecision, set[str], int, int]:

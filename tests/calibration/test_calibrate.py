@@ -19,21 +19,9 @@ from slipstream.planner.network.costs import CodecCost, Contention, HalfSpeed
 from slipstream.planner.network.profile import NetworkProfile
 from slipstream.strategy import HalfConfig
 from tests.harness.counters import collectives
-from tests.harness.ranks import PerRank, Ranks
+from tests.harness.ranks import PerRank
 
 SIZES = (1000, 4096, 50_000)
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four():
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 def measure(hosts: str = "", **options: Any) -> tuple[NetworkProfile, int]:
@@ -293,6 +281,25 @@ def test_progress_rises_to_one_and_says_what_is_done(two) -> None:
         "world all_gather",
         "compute beside an exchange",
     ]
+
+
+def all_reduced() -> set[int]:
+    """Bytes of the tensors that are timed under another default dtype."""
+    ranks = connect(from_environ(), "cpu")
+    with collectives() as log:
+        torch.set_default_dtype(torch.float64)
+        try:
+            timer = collective_timer.CollectiveTimer(ranks, SIZES, rounds=1)
+            timer.curve("all_reduce", timer.world, 0.1)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    return {one.num_bytes for one in log if one.num_bytes > 100}
+
+
+def test_tensors_have_their_bytes_under_any_default_dtype(two) -> None:
+    for sizes in two.run(all_reduced):
+        assert sizes
+        assert sizes <= {*SIZES}
 
 
 def test_a_rank_that_is_gone_ends_the_others_with_an_error(two) -> None:

@@ -23,6 +23,7 @@ LATE = Curve.fit([(2**k, max(1e-3, 8e-3 * 2 ** (k - 21))) for k in range(12, 22)
 @pytest.fixture(scope="module")
 def two():
     with Ranks(2) as ranks:
+        ranks.run(torch.set_default_dtype, torch.float64)  # as a script may, before it measures
         yield ranks
 
 

@@ -20,14 +20,9 @@ import torch
 import slipstream
 from slipstream.checkpoint import Checkpoints, folder as folders, read, storage
 from slipstream.errors import CheckpointError
+from slipstream.tuner.trials import MARK
 from tests.harness.ranks import RankFailure, Ranks
 from tests.session.training import Session, opened, update
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def three_saved(folder: Path | str, **options: Any) -> list[str]:
@@ -48,6 +43,20 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
         "update-00000003",
     ]
     assert three_saved(tmp_path, keep=1) == ["update-00000006"]
+
+
+def test_a_trial_leaves_the_checkpoints_of_a_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    three_saved("runs/a")
+    for trial in ("01", "02"):
+        monkeypatch.setenv(MARK, str(tmp_path / "logs" / trial))
+        assert three_saved("runs/a")[-1] == "update-00000003"  # from the first update on
+        assert three_saved("other/runs/a")[-1] == "update-00000003"
+    monkeypatch.delenv(MARK)
+    assert three_saved("runs/a")[-1] == "update-00000006"
+    assert not Path("other").exists()
 
 
 def truncate(path: Path) -> None:

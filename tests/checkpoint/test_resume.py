@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,6 @@ from slipstream.errors import UsageError
 from tests.checkpoint.kills import curve, survive
 from tests.checkpoint.training import SETTINGS, Net, part
 from tests.harness.ranks import Ranks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("name", SETTINGS)

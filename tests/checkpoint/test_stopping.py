@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,6 @@ from slipstream.errors import UsageError
 from tests.harness.counters import collectives
 from tests.harness.ranks import RankFailure, Ranks
 from tests.session.training import opened, update
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def stopped(folder: str, victim: int, at: int = 5) -> tuple[Any, int, list[int]]:

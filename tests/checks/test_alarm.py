@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from slipstream.checks.alarm import Alarm, AlarmKind, Alarms, Verdict
+from slipstream.checks.alarm import Alarm, AlarmKind, Alarms, AlarmVerdict
 from slipstream.checks.autopsy import RankCase
 from slipstream.checks.limits import STILL
 from tests.checks.test_autopsy import case
@@ -56,8 +56,8 @@ def test_the_first_alarm_counts_until_the_next() -> None:
     assert ours.told(range(3)) == [1]
     assert ours.cases([1]) == {1: case(1)}
     assert theirs.verdict() is None
-    ours.judge(Verdict())
-    assert theirs.verdict() == Verdict()
+    ours.judge(AlarmVerdict())
+    assert theirs.verdict() == AlarmVerdict()
     theirs.next()
     assert theirs.asked() is None
     assert theirs.ask(Alarm(rank=1, kind="silent", reason="rank 2 is silent"))

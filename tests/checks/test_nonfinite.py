@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ import torch
 from torch import nn
 
 import slipstream
+from slipstream.codecs import Ranks as CodecRanks
 from slipstream.errors import NonFiniteError
+from slipstream.gradients.buckets import DenseBucket, SparseBucket
+from slipstream.gradients.compressed import CompressedBucket, CompressionPlan
 from slipstream.gradients.finite import all_finite, first_nonfinite
-from tests.harness.ranks import Ranks
+from slipstream.strategy import Strategy, codec_of
 
 BAD, AT = 1, 3  # the rank, and the update after which its gradient is not finite
 
@@ -40,12 +44,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "local warm-up": {"local": {"warm_up": 100}},
     "autocast": {"precision": {"kind": "autocast", "dtype": "bf16"}},
 }
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 class Words(nn.Module):
@@ -212,7 +210,6 @@ def test_a_rank_that_trains_on_its_own_names_itself(two):
     assert f"before the exchange on rank {BAD}." in said
 
 
-@pytest.mark.filterwarnings("ignore:this session closes with gradients")
 @pytest.mark.parametrize("sparse", [False, True])
 def test_one_process_raises_too(sparse):
     said = raises({}, torch.nan, sparse)
@@ -252,3 +249,17 @@ def test_the_first_name_counts():
     bad = torch.tensor([torch.nan])
     assert first_nonfinite([("a", None), ("b", torch.ones(2)), ("c", bad), ("d", bad)]) == "c"
     assert first_nonfinite([("b", torch.ones(2))]) == ""
+
+
+def test_buckets_of_all_kinds_look_on_the_device_of_their_gradients():
+    """As the engine joins what they have found, whichever share an exchange; meta is no CPU."""
+    weight = nn.Parameter(torch.zeros(3, 2, device="meta"))
+    config = Strategy.load({"gradients": {"codec": "topk"}}).gradients.codec
+    plan = CompressionPlan(partial(codec_of, config), CodecRanks(0, 2), {})
+    buckets = [
+        DenseBucket([weight]),
+        SparseBucket(weight, 1, 2),
+        plan.bucket(["weight"], [weight], 0),
+    ]
+    assert isinstance(buckets[-1], CompressedBucket)
+    assert {bucket.nonfinite.device.type for bucket in buckets} == {"meta"}

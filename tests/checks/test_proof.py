@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 import slipstream
 from slipstream.errors import ProofError
 from tests.checks.seeded import FAULTS, Made, Outcome, is_found, seeded
-from tests.harness.ranks import RankFailure, Ranks
+from tests.harness.ranks import RankFailure
 from tests.parallel.models import CASES
 from tests.parallel.session_tasks import strategy as parallel_strategy
 
@@ -28,18 +28,6 @@ CODECS: dict[str, dict[str, Any]] = {
     "onebit": {"kind": "onebit", "start_step": 0},
     "powersgd": {"kind": "powersgd", "rank": 1, "start_step": 0},
 }
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 def opened(strategy: dict[str, Any]) -> Any:
@@ -274,6 +262,18 @@ def test_the_average_of_a_flush_is_proved_and_not_that_of_a_skipped_update(three
         assert flushed
         assert sampled
         assert len({*sampled}) == len(sampled)
+
+
+def mended_by_the_script() -> bool:
+    with opened({"checks": {"every": 1, "nonfinite": "allow"}}) as session:
+        weight = session.model[0].weight
+        weight.register_hook(lambda g: g * (torch.inf if session.rank == BAD else 1.0))
+        updates(session, 0, 2, lambda: weight.grad.nan_to_num_(0.0, 0.0, 0.0))
+        return session.updates == 2
+
+
+def test_gradients_that_the_script_mends_are_no_wrong_average(three):
+    assert three.run(mended_by_the_script) == [True] * 3
 
 
 STRATEGIES: dict[str, dict[str, Any]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 import slipstream
 from slipstream.checks.slow_ranks import LOOKS, SlowRanks
-from tests.harness.ranks import Ranks
 
 
 def looks(*seconds: list[float]) -> list[str]:
@@ -45,12 +43,6 @@ def test_even_ranks_and_moments_are_not_named(seconds):
 
 def test_two_ranks_have_one_other():
     assert "as the other rank, since" in looks(*[[0.1, 0.3]] * LOOKS)[0]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def trains_slowly(folder: Path) -> str:

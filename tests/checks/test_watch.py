@@ -18,9 +18,10 @@ from slipstream.checks.autopsy import Autopsy
 from slipstream.checks.dumps import Dumps
 from slipstream.checks.processes import ranks_below, uses_device
 from slipstream.checks.watched_host import WatchedHost
-from slipstream.cli import main
-from slipstream.cli.watch import _signals_passed_on
-from slipstream.errors import LaunchError
+from slipstream.cli import main, watch as command
+from slipstream.cli.watch import _connect, _running, _watched
+from slipstream.cluster import listen
+from slipstream.errors import ClusterError, LaunchError
 
 HERE = Path(__file__).parent
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -213,9 +214,46 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
     """As SIGHUP is under nohup; the command has inherited that."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with subprocess.Popen(["true"]) as child, _signals_passed_on(child) as passed_on:
+        with _running(["true"], os.environ) as (child, passed_on):
             signal.raise_signal(signal.SIGHUP)
             signal.raise_signal(signal.SIGUSR1)
+            child.wait()
         assert passed_on == [signal.SIGUSR1]
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_that_comes_as_the_command_starts_reaches_it(monkeypatch) -> None:
+    start = command._start
+
+    def slow(*words):
+        signal.raise_signal(signal.SIGUSR1)
+        return start(*words)
+
+    monkeypatch.setattr(command, "_start", slow)
+    with _running(["sleep", "1000"], os.environ) as (child, _):
+        assert child.wait(60) == -signal.SIGUSR1
+
+
+class Broken:
+    """A watch that fails."""
+
+    interval = 0.01
+
+    def beat(self, now: float) -> None:
+        raise OSError("too many open files")
+
+
+def test_a_watch_that_fails_leaves_the_command_alone(capsys) -> None:
+    with _running(["sleep", "0.3"], os.environ) as (child, _):
+        assert _watched(child, Broken(), None, None) is None
+        assert child.returncode == 0
+    assert "has failed, and watches no more: OSError: too many open" in capsys.readouterr().err
+
+
+def test_a_watch_of_another_version_is_told(monkeypatch) -> None:
+    monkeypatch.delenv(listen.TOKEN, raising=False)
+    keeper = listen.open_store("127.0.0.1", 0)
+    keeper.set("watch/version", "9.9")
+    with pytest.raises(ClusterError, match=r"host 0 is of slipstream 9\.9, this one of .*install"):
+        _connect("127.0.0.1", keeper.port, "watch")

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
@@ -17,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from typer.testing import CliRunner
 
 from slipstream.cli import main as cli
 from slipstream.cli.demo import command, task
@@ -36,6 +36,7 @@ from slipstream.cli.demo.progress import Bars
 from slipstream.cli.demo.report import alternation, result
 from slipstream.cli.demo.training import MEETINGS, in_turn
 from slipstream.cli.demo.trainings import Ddp, DemoTraining, Local, Slipstream
+from slipstream.errors import LaunchError
 from slipstream.planner.iteration.plan import CommPlan
 from slipstream.planner.iteration.simulate import simulate
 from slipstream.planner.network.costs import CodecCost
@@ -154,9 +155,19 @@ def test_it_trains_all_and_leaves_what_it_promises(tmp_path: Path, monkeypatch, 
     assert running(name) == []
 
 
-@pytest.mark.parametrize("options", [[], ["--loopback"]], ids=["as the machine may", "loopback"])
+def test_a_rate_without_links_is_refused(tmp_path: Path) -> None:
+    words = ["demo", "--loopback", "--rate", "300mbit", "--folder", str(tmp_path / "demo")]
+    failure = CliRunner().invoke(cli.app, words).exception
+    assert isinstance(failure, LaunchError)
+    assert "--rate has no effect with --loopback" in str(failure)
+    assert not (tmp_path / "demo").exists()
+
+
+@pytest.mark.parametrize(
+    "options", [FAST, ["--nodes", "2", "--loopback"]], ids=["as the machine may", "loopback"]
+)
 def test_interrupting_leaves_nothing(tmp_path: Path, options: list[str]) -> None:
-    argv = [*SLIPSTREAM_DEMO, *FAST, "--steps", "2", *options, "--folder", str(tmp_path)]
+    argv = [*SLIPSTREAM_DEMO, *options, "--steps", "2", "--folder", str(tmp_path)]
     environment = os.environ | {"FORCE_COLOR": "1"}  # as in a terminal: progress is shown
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(argv, env=environment, bufsize=0, **pipes) as run:
@@ -166,7 +177,7 @@ def test_interrupting_leaves_nothing(tmp_path: Path, options: list[str]) -> None
             part = run.stdout.read(4096)
             assert part, said
             said += part
-        assert (b"no emulated hosts" in said) == bool(options or unavailable())
+        assert (b"no emulated hosts" in said) == bool("--loopback" in options or unavailable())
         run.send_signal(signal.SIGINT)
         run.stdout.read()
         assert run.wait(30) == 130
@@ -276,12 +287,6 @@ def test_codecs_are_tried_where_they_pay(gigabits: float, coding: float, chosen:
 
 
 # The trainings.
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def train_in_turn(transport: str) -> dict[str, object]:

@@ -76,6 +76,8 @@ WRONG = {
     "no yaml": (["-o", "cluster.txt"], {}, "must end in .yaml or .yml"),
     "no folder": (["-o", "no/cluster.yaml"], {}, "cannot be written"),
     "no rate": (["--nodes", "2", "--rate", "fast"], {}, "'fast' is not a link rate"),
+    "rate of no link": (["--rate", "1gbit"], {}, "--rate has no effect without --nodes"),
+    "ranks of no host": (["--ranks-per-node", "2"], {}, "--ranks-per-node has no effect without"),
     "one rank": (["--ranks", "1"], {}, "--ranks"),
     "ranks here and there": (["--ranks", "2", "--nodes", "2"], {}, "leave out one of the two"),
     "half an environment": ([], {"RANK": "0"}, "WORLD_SIZE"),

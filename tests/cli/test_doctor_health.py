@@ -77,6 +77,7 @@ WRONG = {
     "no tree": (["host", "--root", "/nowhere"], {}, "has no folder proc"),
     "no log": (["host", "--nccl-log", "/nowhere"], {}, "cannot be read: No such file"),
     "one host": (["links"], {}, "one host has no link"),
+    "rate in a rank": (["links", "--rate", "1gbit"], RANK, "no effect without --nodes"),
     "hosts in a rank": (["links", "--nodes", "2"], RANK, "leave out one of the two"),
 }
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli import main as cli
-from slipstream.cli.tune import command as command
+from slipstream.cli.tune import command as command, place
 from slipstream.errors import LaunchError
 from slipstream.planner.network.profile import NetworkProfile
 from slipstream.planner.search import candidates
@@ -67,7 +67,7 @@ def test_it_measures_real_ranks_and_writes_what_it_found(slipstream, monkeypatch
     # A codec is tried, come what may, and nothing is fast enough for a comparison in pairs.
     monkeypatch.setattr(tune, "MODEL_ERROR", 1.0)
     monkeypatch.setattr(tune, "_noise", lambda first: 0.99)
-    monkeypatch.setattr(command, "MOST_SECONDS", 1.0)
+    monkeypatch.setattr(place, "MOST_SECONDS", 1.0)
     monkeypatch.setattr(exact_search, "STEPS", 1)
     monkeypatch.setattr(candidates, "ACCUMULATE", ())  # a codec alone, which fails
     every = candidates.coded
@@ -137,6 +137,7 @@ def test_a_script_that_never_steps_ends_in_a_box(slipstream) -> None:
         (["--strategy", "very_slow_network", "tuned.py"], "start from a strategy without it"),
         (["--allow-lossy", "--cluster", "nope.yaml", "tuned.py"], "nope.yaml"),
         (["--cluster", "cluster.yaml", "tuned.py"], "no effect without --allow-lossy"),
+        (["--updates", "900", "tuned.py"], "--updates has no effect without --allow-lossy"),
         (["--to-loss", "3", "tuned.py"], "add --allow-lossy"),
         (["--rate", "300mbit", "tuned.py"], "--rate has no effect without --nodes"),
         (["--losses", "losses.json", "tuned.py"], "no effect without --to-loss"),
@@ -155,6 +156,11 @@ def test_a_mistake_is_found_before_anything_starts(slipstream, words, message) -
     assert (code, out) == (2, "")
     assert message in err
     assert not Path("slipstream-logs").exists()
+
+
+def test_what_norms_exclude_can_be_tried_from_a_strategy_that_records_them() -> None:
+    start = command._start(Strategy.load({"trace": {"steps": 20, "norms": True}}))
+    assert start.with_gradients(codec="int8").trace.steps == 20
 
 
 def test_a_folder_of_logs_that_cannot_be_made_is_named(slipstream) -> None:

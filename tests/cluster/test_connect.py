@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -18,12 +17,6 @@ from slipstream.cluster.connect import Cluster, agree_on_start, connect, from_en
 from slipstream.cluster.environment import Environment
 from slipstream.errors import ClusterError
 from tests.harness.ranks import Ranks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def summed(cluster: Cluster) -> float:
@@ -67,8 +60,9 @@ def test_ranks_connect_repeatedly_even_if_one_is_late(two: Ranks, late: int, hos
     assert two.run(late_to_each, late, connect=False, env=env) == [[3.0] * 3] * 2
 
 
-def scripts_world(variables: dict[str, str]) -> tuple[object, ...]:
-    cluster = connect(Environment.read(variables, socket.gethostname()), "cpu")
+def scripts_world() -> tuple[object, ...]:
+    before = dict(os.environ)
+    cluster = connect(from_environ(), "cpu")
     environment = cluster.environment
     both, mine = cluster.new_group(), cluster.new_group([1])
     known = dist.get_world_size(both), mine is not None
@@ -85,20 +79,24 @@ def scripts_world(variables: dict[str, str]) -> tuple[object, ...]:
         sums,
         destroyed,
         dist.is_initialized(),
-        os.environ["MASTER_ADDR"],
+        os.environ == before,
     )
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [{}, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}],
-    ids=["no launcher", "another launcher"],
-)
+UNSET = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "")
+OTHERS = {
+    "no launcher": {},
+    "another launcher": {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "elsewhere"},
+    "Lightning's launcher": {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "node0"},
+}
+
+
+@pytest.mark.parametrize("variables", OTHERS.values(), ids=OTHERS)
 def test_a_group_of_the_script_is_used_and_not_destroyed(
     two: Ranks, variables: dict[str, str]
 ) -> None:
-    assert two.run(scripts_world, variables) == [
-        (rank, 2, rank, 2, False, (2, rank == 1), 3.0, True, True, "127.0.0.1") for rank in (0, 1)
+    assert two.run(scripts_world, env=UNSET | variables) == [
+        (rank, 2, rank, 2, False, (2, rank == 1), 3.0, True, True, True) for rank in (0, 1)
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slipstream.cluster._ends import End, Ends
-from slipstream.cluster._logs import last_traceback
+from slipstream.cluster._logs import LONGEST_START, _Tail, last_traceback
 from slipstream.cluster.launcher import LaunchSpec, RankFailure, blame
 from slipstream.errors import LaunchError
 
@@ -141,3 +141,19 @@ def test_notes_of_an_earlier_run_on_more_ranks_go(tmp_path: Path) -> None:
     ends.close(forget=False)
     # that of rank 1 is for its own launcher to remove
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, "rank1.exit"])
+
+
+def test_a_line_without_an_end_is_copied_and_not_kept(
+    tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    tail = _Tail(tmp_path / "rank0.log")
+    bar = b"\r" + 30 * b"#"
+    try:
+        for _ in range(100):
+            tail._take(bar)
+            assert len(tail._line) <= LONGEST_START
+        for piece in (b"\n[rank0]: Trace", b"back (most recent call last):\n", b"  ..."):
+            tail._take(piece)
+    finally:
+        tail.stop(failed=True)
+    assert capsysbinary.readouterr().out == 100 * bar + b"\n[rank0]: Trace"

@@ -18,7 +18,6 @@ from slipstream import comm
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.cluster.groups import new_group, timeout_of
 from slipstream.ddp import DdpCodec
-from tests.harness.ranks import Ranks
 
 SECONDS = 77.0
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -29,12 +28,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "hierarchical": {"gradients": {"transport": {"kind": "hierarchical", "between": "flat"}}},
     "auto": {"gradients": {"transport": "auto"}},
 }
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def again() -> None:

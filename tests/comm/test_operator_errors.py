@@ -161,6 +161,28 @@ def one_sided_backward() -> str:
     return caught
 
 
+def received_without_gradients() -> None:
+    group = comm.group(timeout=timedelta(seconds=1))
+    if dist.get_rank() == 0:
+        with pytest.raises(ExchangeError):
+            comm.send(torch.ones(2, requires_grad=True), 1, group)
+    if dist.get_rank() == 1:
+        with (
+            torch.no_grad(),
+            pytest.raises(
+                MismatchError, match=r"recv from rank 0 .* requires a gradient, .* False here"
+            ),
+        ):
+            comm.recv(0, group)
+        assert not current()
+    current().take()
+    dist.barrier()
+
+
+def test_a_gradient_is_not_received_without_a_graph(three: Ranks) -> None:
+    three.run(received_without_gradients)
+
+
 @pytest.mark.parametrize("what", LATE)
 def test_a_rank_that_does_not_come_is_named(three: Ranks, what) -> None:
     (message, *_) = three.run(late, what)

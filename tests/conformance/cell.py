@@ -133,7 +133,8 @@ def _units(a: Tensor, b: Tensor, tolerance: float) -> float:
     if not a.numel():
         return 0.0
     a, b = (t.detach().to(torch.complex128) for t in (a, b))
-    return float(((a - b).abs() / (tolerance * (1 + b.abs()))).nan_to_num(float("inf")).max())
+    apart = (a - b).abs().where(a != b, 0.0)  # the same infinite value is no NaN apart
+    return float((apart / (tolerance * (1 + b.abs()))).nan_to_num(float("inf")).max())
 
 
 def _difference(technique: Technique, habit: Habit, ours: Loop, plain: Plain) -> str | None:

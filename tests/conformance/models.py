@@ -234,6 +234,17 @@ class Plug(nn.Module):
         return h + self.factor * self.layer(h) if self.on else h
 
 
+class Causal(nn.Module):
+    """Each feature gets the mean of those up to it, by a mask of infinite values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.full((WIDTH, WIDTH), -torch.inf).triu(1))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h @ self.mask.softmax(1).t()
+
+
 class Tied(nn.Module):
     """There and back with the weight of the head."""
 

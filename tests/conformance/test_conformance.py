@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -36,12 +35,6 @@ five kinds. All of them take ten minutes; they are run by the command that makes
 def habits_of(name: str) -> tuple[Habit, ...]:
     """The columns of a row in the suite: a row takes those that the one before leaves out."""
     return all_habits()[IN_SUITE.index(name) % 2 :: 2]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def test_every_setting_kernel_and_hook_has_a_row() -> None:

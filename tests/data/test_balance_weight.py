@@ -39,3 +39,32 @@ def test_batches_that_were_read_ahead_are_refused() -> None:
         _ = balance.weight
     for _ in balance.over(balance.loader):
         assert balance.weight == 1.0
+
+
+def test_a_loop_in_which_a_state_was_restored_gives_no_batch_of_another_place() -> None:
+    balance = balance_of()
+    batches = iter(balance.over(balance.loader))
+    next(batches)
+    state = balance.state_dict()
+    next(batches)
+    balance.load_state_dict(state)
+    with pytest.raises(UsageError, match="begin another loop over"):
+        next(batches)
+    weights = []
+    for _ in balance.over(balance.loader):
+        weights.append(balance.weight)
+        if len(weights) == 2:
+            balance.load_state_dict(state)  # behind the last batch: the loop ends by itself
+    assert weights == [1.0, 1.0]
+    assert len(list(balance.over(balance.loader))) == 2
+
+
+def test_a_loop_in_which_another_was_begun_gives_no_batch_of_another_place() -> None:
+    balance = balance_of()
+    first = iter(balance.over(balance.loader))
+    next(first)
+    second = iter(balance.over(balance.loader))
+    next(second)
+    with pytest.raises(UsageError, match="or another loop begun"):
+        next(first)
+    assert balance.weight == 1.0

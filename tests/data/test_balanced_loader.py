@@ -26,7 +26,6 @@ from slipstream.data.balance import SampleBalance, is_balanceable
 from slipstream.errors import ModelError, SlipstreamError, UsageError
 from slipstream.strategy import BalanceConfig
 from slipstream.trace import read
-from tests.harness.ranks import Ranks
 
 LENGTHS = np.random.default_rng(0).lognormal(2.0, 0.7, 83).astype(int).clip(1, 40).tolist()
 
@@ -135,12 +134,6 @@ def expected(indices: list[int], mean: str) -> torch.Tensor:
     rows, mask, _ = collate([dataset[i] for i in indices])
     loss_of(model(rows), mask, mean).backward()
     return gradient_of(model)
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        yield ranks
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -264,6 +257,11 @@ def build(loader: Any, rank: int = 0, ranks: int = 2, **config: Any) -> SampleBa
     return SampleBalance(loader, BalanceConfig(**config), rank=rank, ranks=ranks)
 
 
+class Scaled(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return (batch / 10 for batch in super().__iter__())
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(4))
@@ -288,6 +286,11 @@ WRONG: dict[str, tuple[Any, type[SlipstreamError], str]] = {
         ),
         ModelError,
         "WeightedRandomSampler",
+    ),
+    "a loader's own way": (
+        lambda: build(Scaled(Sequences(), batch_size=4), ranks=1),
+        ModelError,
+        "a Scaled iterates in its own way",
     ),
     "no batches": (
         lambda: build(spread(Sequences(), batch_size=None)),

@@ -15,11 +15,13 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 import slipstream
+from slipstream.data.balance import BalancedBatches, SampleBalance
 from slipstream.data.lengths import certain_length
 from slipstream.data.prefetch import prefetch
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import DataError, HangError, MismatchError, UsageError
-from slipstream.strategy import PrefetchConfig
+from slipstream.strategy import BalanceConfig, PrefetchConfig
+from tests.data.test_balanced_loader import loader_of
 from tests.data.uneven_training import (
     batches,
     loss_of,
@@ -29,12 +31,6 @@ from tests.data.uneven_training import (
 )
 from tests.harness.counters import collectives, count
 from tests.harness.ranks import PerRank, Ranks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 class Says:
@@ -176,6 +172,31 @@ def loops(kind: str, length: int) -> list[int]:
         if step == 1:
             break
     return [*loader]
+
+
+def dealt(epochs: int) -> tuple[list[int], list[int]]:
+    """Batches of epochs by tokens, each behind one that is left early; and how many there are."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    inner, expected = loader_of(rank, ranks), []
+    balance = SampleBalance(inner, BalanceConfig(max_tokens=60), rank=rank, ranks=ranks)
+    loader = UnevenInputLoader(balance.over(balance.loader), group=dist.group.WORLD)
+    seen: list[int] = []
+    for epoch in range(epochs):
+        next(iter(loader))
+        balance.sampler.set_epoch(epoch)
+        said = len(loader)
+        seen.append(sum(1 for _ in loader))
+        assert seen[-1] == said
+        batches = balance.loader.batch_sampler
+        assert isinstance(batches, BalancedBatches)
+        expected.append(batches.num_batches((epoch, 0)))
+    return seen, expected
+
+
+def test_batches_dealt_by_tokens_may_be_fewer_than_those_of_a_pass_left_early(two: Ranks) -> None:
+    for seen, expected in two.run(dealt, 6, timeout=60):
+        assert seen == expected
+        assert len(set(seen)) > 1, "the case is none"
 
 
 def iter_of(length: int) -> Iterable[int]:

@@ -79,6 +79,15 @@ def test_the_loss_of_each_sequence_and_its_gradient_are_its_own() -> None:
         torch.testing.assert_close(p.grad, q.grad)
 
 
+def test_the_mean_of_many_values_of_16_bits_is_added_up_in_32() -> None:
+    packed = pack([torch.arange(2000), torch.arange(2)])
+    values = torch.full(packed.tokens.shape, 3.0, dtype=torch.bfloat16)
+    means = packed.means(values)
+    assert means.dtype is torch.bfloat16
+    assert means.tolist() == [3.0, 3.0]
+    assert packed.means(packed.tokens).tolist() == [999.5, 0.5], "of whole numbers"
+
+
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=40), st.integers(20, 40))
 def test_every_sequence_is_in_one_row_that_holds_it(lengths: list[int], length: int) -> None:
     rows = fill_rows(lengths, length)

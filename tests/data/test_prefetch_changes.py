@@ -27,6 +27,11 @@ class ScaledStream(IterableDataset[int]):
         return map(self.transform, range(5))
 
 
+class TensorStream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(5.0))
+
+
 def another(data: Scaled, epoch: int) -> None:
     data.transform = Scale(10**epoch)
 
@@ -85,6 +90,40 @@ def check(config: PrefetchConfig, change: Any, part: str) -> None:
     data = Scaled()
     ahead = prefetch(loader_of(data), config)
     assert seen(ahead, data, change) == expected
+    ahead.close()
+
+
+class Collate:
+    """Samples put together by a factor."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        return self.factor * torch.stack(samples)
+
+
+def collated_otherwise(loader: DataLoader[Any], epoch: int) -> None:
+    collate: Any = loader.collate_fn
+    collate.factor = 10**epoch
+
+
+def another_collate(loader: DataLoader[Any], epoch: int) -> None:
+    loader.collate_fn = Collate(10**epoch)
+
+
+@pytest.mark.parametrize("change", [collated_otherwise, another_collate])
+@pytest.mark.parametrize("source", [*SOURCES, "a stream"])
+def test_how_batches_are_put_together_may_change_between_epochs(source: str, change: Any) -> None:
+    def loader_of() -> DataLoader[Any]:
+        data = TensorStream() if source == "a stream" else Scaled()
+        return DataLoader(data, batch_size=2, num_workers=0, collate_fn=Collate(1))
+
+    loader = loader_of()
+    expected = seen(loader, loader, change)
+    loader = loader_of()
+    ahead = prefetch(loader, SOURCES.get(source, PrefetchConfig()))
+    assert seen(ahead, loader, change)[:-1] == expected[:-1]
     ahead.close()
 
 

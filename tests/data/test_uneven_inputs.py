@@ -25,18 +25,6 @@ from tests.data.uneven_training import (
 from tests.harness.ranks import PerRank, Ranks
 
 
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
-
-
 class Stream(IterableDataset[int]):
     """``length`` items, without a ``len()``."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 from datetime import timedelta
 from typing import Any
@@ -17,15 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from slipstream.ddp import DdpCodec, codec_hook
 from slipstream.ddp._groups import BucketGroup, Routes
 from slipstream.errors import ModelError, UsageError
-from tests.harness.ranks import Ranks
 from tests.harness.reference import digest
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2) as ranks:
-        yield ranks
-
 
 CODECS: dict[str, Any] = {
     "half": "half",
@@ -320,6 +313,62 @@ def test_averages_with_momentum_serve_one_update_as_they_are(two) -> None:
         assert "loss_scale=scaler.get_scale" in texts["scaled"]
         assert "another backward would add" in texts["added to"]
         assert texts["nothing"] == ""
+
+
+def rolled_back(pending: bool) -> tuple[str, str]:
+    """The same updates twice, from one state; ``pending``: a backward is dropped before."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(16, 8))
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    codec = {"kind": "dgc", "density": 0.1, "warmup_steps": 3}
+    hook = DdpCodec(ddp, codec, optimizer=sgd)
+    ddp.register_comm_hook(hook, codec_hook)
+    parts: list[Any] = [ddp, sgd, hook]
+    ends: list[str] = []
+    for run in range(2):
+        for step in range(4):
+            if step == 1 and run == 0:
+                saved = copy.deepcopy([part.state_dict() for part in parts])
+            elif run == 1 and step == 0:
+                continue
+            ddp(data(step)).square().mean().backward()
+            sgd.step()
+            sgd.zero_grad()
+        ends.append(digest(ddp.module))
+        if run == 0:
+            if pending:
+                ddp(data(9)).square().mean().backward()
+            for part, state in zip(parts, copy.deepcopy(saved), strict=True):
+                part.load_state_dict(state)
+            sgd.zero_grad()
+    hook.close()
+    return ends[0], ends[1]
+
+
+@pytest.mark.parametrize("pending", [False, True])
+def test_a_run_that_is_rolled_back_goes_the_same_way_again(two, pending) -> None:
+    for first, again in two.run(rolled_back, pending):
+        assert first == again
+
+
+def ended() -> list[tuple[int, int]]:
+    """Groups and threads after each of some hooks."""
+    counts = []
+    for _ in range(3):
+        ddp = DistributedDataParallel(nn.Linear(4, 4))
+        hook = DdpCodec(ddp, "int8")
+        ddp.register_comm_hook(hook, codec_hook)
+        ddp(torch.ones(1, 4)).sum().backward()
+        hook.close()
+        hook.close()
+        groups = len(dist.distributed_c10d._world.pg_map)
+        counts.append((groups, len(os.listdir("/proc/self/task"))))
+    return counts
+
+
+def test_a_hook_that_is_closed_leaves_no_group(two) -> None:
+    for counts in two.run(ended):
+        assert len(set(counts[1:])) == 1
 
 
 def skipped_update() -> tuple[int, int]:

@@ -12,16 +12,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.ddp import DdpCodec, codec_hook
-from slipstream.errors import ModelError, UsageError
+from slipstream.errors import ModelError, StrategyError, UsageError
 from tests.gradients.codecs import CODECS, NEAR, apart
 from tests.harness.ranks import Ranks
 from tests.harness.reference import digest, same_bits
-
-
-@pytest.fixture(scope="module")
-def four():
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 class Deep(nn.Module):
@@ -219,6 +213,12 @@ def refused() -> None:
         DdpCodec(ddp, "dgc")
     with pytest.raises(ModelError, match="name the codec itself"):
         DdpCodec(ddp, "adaptive")
+    with pytest.raises(ModelError, match="cannot search for a transport"):
+        DdpCodec(ddp, "int8", transport="auto")
+    with pytest.raises(ModelError, match="transport sharded gives each rank a part"):
+        DdpCodec(ddp, "int8", transport={"kind": "sharded"})
+    with pytest.raises(StrategyError, match="transport"):
+        DdpCodec(ddp, "int8", transport="fast")
     with pytest.raises(ModelError, match="dgc with AdamW"):
         DdpCodec(ddp, "dgc", optimizer=torch.optim.AdamW(ddp.parameters()))
     hook = DdpCodec(ddp, "int8")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from slipstream.errors import ModelError, UsageError
 from slipstream.fusion import fuse_patterns
-from tests.fusion.uncompiled import uncompiled
+
+pytestmark = pytest.mark.usefixtures("without_compilation")
 
 
 class Model(nn.Module):
@@ -31,12 +32,6 @@ class Model(nn.Module):
         y = self.act(self.first(x))
         y = self.act(self.conv(y) + x)
         return self.depthwise(self.act(self.conv(y)))  # type: ignore[no-any-return]
-
-
-@pytest.fixture(autouse=True)
-def _fused_without_compilation() -> Iterator[None]:
-    with uncompiled():
-        yield
 
 
 def pair() -> tuple[Any, Any, Any]:

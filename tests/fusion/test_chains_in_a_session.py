@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,12 +27,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
     "autocast": ({"precision": "autocast"}, 0.1),
     "half weights": ({"precision": {"kind": "half_weights", "exchange": "fp32"}}, 0.1),
 }
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def trained(strategy: dict[str, Any]) -> tuple[nn.Module, str]:

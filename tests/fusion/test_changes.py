@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook
 
 from slipstream.fusion import fuse_patterns
-from tests.fusion.uncompiled import uncompiled
+
+pytestmark = pytest.mark.usefixtures("without_compilation")
 
 FACTOR = 1.0
 TABLE = ([1.0],)
@@ -204,12 +205,6 @@ CONTEXTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 def _module() -> Any:
     return sys.modules[__name__]
-
-
-@pytest.fixture(autouse=True)
-def _fused_without_compilation() -> Iterator[None]:
-    with uncompiled():
-        yield
 
 
 def pair() -> tuple[Any, Any, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import slipstream
 from slipstream.errors import ModelError, StrategyError
 from slipstream.fusion import graph_blocks
-from slipstream.fusion.graphs import MOST_GRAPHS
+from slipstream.fusion.graphs import MOST_GRAPHS, _capture_on_cuda
 from slipstream.strategy import Strategy
 from tests.fusion.replay_on_cpu import Captured, Uncapturable
 
@@ -199,6 +199,29 @@ def test_gradients_add_up() -> None:
     assert captured.replays == 6
 
 
+def thaw(block: Any) -> None:
+    block.linear.weight.requires_grad_()
+
+
+def replace_weight(block: Any) -> None:
+    block.linear.weight = nn.Parameter(block.linear.weight.detach().clone())
+
+
+@pytest.mark.parametrize("change", [thaw, replace_weight])
+def test_gradients_of_a_parameter_that_learns_later_add_up(change: Callable[[Any], None]) -> None:
+    model, plain, captured, _ = built()
+    for each in (model, plain):
+        block = each.get_submodule("blocks.0")
+        block.linear.weight.requires_grad_(change is not thaw)  # type: ignore[union-attr]
+        each(rows(0)).square().sum().backward()
+        change(block)
+        each.zero_grad()
+        for step in range(3):
+            each(rows(step)).square().sum().backward()
+    same(model, plain)
+    assert captured.replays == 8
+
+
 def test_results_stay() -> None:
     model, plain, _, _ = built()
     kept = []
@@ -269,6 +292,28 @@ def test_a_call_with_another_object_is_not_captured() -> None:
         model(rows(0))
     assert not captured.captures
     assert graphs.report_rows()[1].note == "blocks.0: it is called with a Identity"
+
+
+def test_blocks_are_captured_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device torch captures nothing while autocast keeps the weights that it has cast."""
+    captured = Captured()
+
+    def made(module: nn.Module, samples: tuple[Tensor, ...], **_: Any) -> Callable[..., Any]:
+        if torch.is_autocast_cache_enabled():
+            raise RuntimeError("make_graphed_callables does not support the autocast caching")
+        return captured.capture(module, samples)
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", made)
+    torch.manual_seed(0)
+    model = Model()
+    plain, graphs = copy.deepcopy(model), graph_blocks(model, _capture_on_cuda)
+    for step in range(2):
+        for each in (model, plain):
+            with torch.autocast("cpu", torch.bfloat16):
+                each(rows(step).float()).square().sum().backward()
+                assert torch.is_autocast_cache_enabled()
+        same(model, plain)
+    assert graphs.report_rows()[0].value == "2 of 2 blocks"
 
 
 def test_gradients_come_block_by_block() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.errors import ModelError
 from slipstream.fusion import fuse_patterns
-from tests.fusion.uncompiled import uncompiled
+
+pytestmark = pytest.mark.usefixtures("without_compilation")
 
 Between = Callable[["Unit", Tensor], Any]
 
@@ -150,12 +151,6 @@ BETWEEN: dict[str, Between] = {
     "hardtanh": lambda m, y: F.hardtanh(y),
     "gelu": lambda m, y: F.gelu(y, approximate="tanh"),
 }
-
-
-@pytest.fixture(autouse=True)
-def _fused_without_compilation() -> Iterator[None]:
-    with uncompiled():
-        yield
 
 
 def pair() -> tuple[Any, Any, Any]:

@@ -6,7 +6,7 @@ import copy
 import operator
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,17 +27,12 @@ from transformers import (
 from slipstream.errors import UsageError
 from slipstream.fusion import fuse_patterns
 from slipstream.memory.forward_override import ForwardOverride
-from tests.fusion.uncompiled import uncompiled
+
+pytestmark = pytest.mark.usefixtures("without_compilation")
 
 NORM, SUM, BOTH = "batch norm + activation", "add + activation", "batch norm + add + activation"
 DEPTHWISE = "relu + depthwise convolution"
 Step = Callable[["Unit", Tensor], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _fused_without_compilation() -> Iterator[None]:
-    with uncompiled():
-        yield
 
 
 class Unit(nn.Module):

@@ -50,6 +50,7 @@ CASES: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor]], Callable[[nn.Modu
     "chains": (resnet, fuse_patterns),
     "graphs": (bert, graph_blocks),
     "graphs of a ResNet": (resnet, graph_blocks),
+    "graphs under autocast": (bert, graph_blocks),
     "compiled": (bert, compile_blocks),
 }
 
@@ -64,7 +65,9 @@ def test_steps_are_the_same(name: str) -> None:
     for _ in range(3):
         for each in (model, plain):
             each.zero_grad()
-            each(given).last_hidden_state.square().mean().backward()
+            with torch.autocast("cuda", torch.bfloat16, enabled="autocast" in name):
+                outputs = each(given).last_hidden_state
+            outputs.square().mean().backward()
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(one.grad, other.grad, rtol=2e-3, atol=2e-4)
         for one, other in zip(model.buffers(), plain.buffers(), strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,12 +15,6 @@ from tests.local.reference import Reference, flat
 from tests.local.test_training import SETTINGS, UPDATES, adamw, batch, build
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def on_gpu() -> nn.Module:

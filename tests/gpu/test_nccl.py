@@ -115,6 +115,7 @@ def engine_on(
             compression_plan=CompressionPlan(partial(codec_of, config), CodecRanks(0, 1), {}),
             channel=channel,
             control=dist.new_group(backend="gloo"),
+            looks=True,
         )
         yield stack.enter_context(closing(engine))
 

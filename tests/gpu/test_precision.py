@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -12,12 +10,6 @@ from tests.harness.ranks import Ranks
 from tests.precision.battery import CASES, build, holds, losses
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("name", [n for n, c in CASES.items() if "codec" not in str(c)])

@@ -204,3 +204,20 @@ def load_back(codec: object) -> bool:
 @pytest.mark.parametrize("codec", KEPT)
 def test_a_state_replaces_what_was_kept(two, codec) -> None:
     assert two.run(load_back, CODECS[codec]) == [True] * 2
+
+
+def load_without(codec: object) -> dict[str, torch.Tensor]:
+    """What a session owes after it has loaded the state of one without a codec."""
+    model = wide()
+    with session_of(model, codec) as session:
+        for step in range(3):
+            step_of(session, step)
+        session.load_state_dict({**session.state_dict(), "codecs": []})
+        return left_over(session.state_dict())
+
+
+@pytest.mark.parametrize("codec", KEPT)
+def test_a_state_without_codecs_leaves_nothing_to_send(two, codec) -> None:
+    for left in two.run(load_without, CODECS[codec]):
+        assert left
+        assert not any(values.any() for values in left.values())

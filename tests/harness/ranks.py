@@ -1,11 +1,6 @@
 """Real ranks for tests: processes joined by gloo over loopback, started once a file.
 
-    @pytest.fixture(scope="module")
-    def two():
-        with Ranks(2) as ranks:
-            yield ranks
-
-    def test_sum(two):
+    def test_sum(two):  # a fixture of tests/conftest.py
         assert two.run(sum_of_ranks) == [1, 1]     # sum_of_ranks() is a function of the test module
 
 Every ``run`` gives the ranks a fresh process group (unless ``connect=False``) and the variables of

@@ -14,12 +14,6 @@ import torch.distributed as dist
 from tests.harness.ranks import PerRank, RankFailure, Ranks
 
 
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2) as ranks:
-        yield ranks
-
-
 def _sum(value: int) -> int:
     t = torch.tensor(value)
     dist.all_reduce(t)

@@ -36,7 +36,7 @@ all_types = pytest.mark.parametrize("dtype", TOLERANCE)
 
 
 @pytest.fixture
-def uncompiled() -> Iterator[None]:
+def eager() -> Iterator[None]:
     torch.compiler.set_stance("force_eager")
     yield
     torch.compiler.set_stance("default")
@@ -64,7 +64,7 @@ def kept_bytes(result: Tensor) -> int:
     return sum(t.nbytes for t in result.grad_fn.saved_tensors if t is not None)  # type: ignore[union-attr]
 
 
-@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.usefixtures("eager")
 class TestEquations:
     @all_activations
     def test_gradients_of_sums(self, activation: ActivationName) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +12,12 @@ from torch import Tensor
 
 import slipstream
 from slipstream.errors import StrategyError
+from slipstream.planner.forecast import Forecast
+from slipstream.planner.iteration.traced import traced_strategy
 from slipstream.planner.network.costs import CodecCost
 from slipstream.planner.search import rare_meetings
 from slipstream.strategy import LocalConfig, Strategy
+from slipstream.trace import read
 from slipstream.tuner import local_search
 from tests.harness.ranks import Ranks
 from tests.local.reference import Reference, flat
@@ -28,12 +31,6 @@ SLOW = 1e3
 """Bits a second."""
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
-
-
 def on_a_link_of(rate: float, patch: pytest.MonkeyPatch) -> None:
     """Let this rank measure this; so slow that nothing is hidden, and the fastest is chosen."""
     patch.setattr(rare_meetings, "STEPS", (8,))
@@ -43,18 +40,20 @@ def on_a_link_of(rate: float, patch: pytest.MonkeyPatch) -> None:
 
 
 def trained(
-    rate: float | None, local: Any, half: bool = False
+    rate: float | None, local: Any, half: bool = False, folder: str = ""
 ) -> tuple[Tensor, dict[str, Any], str]:
     """This rank's parameters, its ``local`` as chosen, and the report; ``half`` of it restored."""
     with pytest.MonkeyPatch.context() as patch:  # a rank runs other tests afterwards
         if rate is not None:
             on_a_link_of(rate, patch)
-        return run(local, half)
+        return run(
+            {"local": local} | ({"trace": {"steps": 5, "folder": folder}} if folder else {}), half
+        )
 
 
-def run(local: Any, half: bool) -> tuple[Tensor, dict[str, Any], str]:
+def run(strategy: Any, half: bool) -> tuple[Tensor, dict[str, Any], str]:
     model = build()
-    session = slipstream.accelerate(model, adamw(model), None, {"local": local})
+    session = slipstream.accelerate(model, adamw(model), None, strategy)
     for update in range(1, UPDATES + 1):
         session.backward(loss_of(model, session.rank, update))
         session.step()
@@ -64,7 +63,7 @@ def run(local: Any, half: bool) -> tuple[Tensor, dict[str, Any], str]:
             torch.distributed.all_gather_object(parts, part)
             session.close()
             model = build()
-            session = slipstream.accelerate(model, adamw(model), None, {"local": local})
+            session = slipstream.accelerate(model, adamw(model), None, strategy)
             session.restore(parts)
     own, report = flat(model.parameters()), session.report()
     chosen = session.state_dict()["local"]["config"]
@@ -96,18 +95,29 @@ def test_a_restored_run_keeps_the_choice(two: Ranks, more: dict[str, Any]) -> No
 
 
 def test_where_it_does_not_pay_gradients_are_averaged_to_the_end(two: Ranks) -> None:
-    auto = {"auto": True, "updates": UPDATES}
+    auto = {"auto": True, "updates": 900, "warm_up": 200}  # which begins no meeting
     plain = two.run(trained, None, {"steps": 1, "warm_up": UPDATES + 1})
     found = two.run(trained, SLOW, auto)
     for (own, chosen, report), (other, *_) in zip(found, plain, strict=True):
         assert torch.equal(own, other)
         assert chosen["auto"]
-        assert "30 updates are fewer than 100 meetings" in " ".join(report.split())
+        assert "700 updates are fewer than 100 meetings" in " ".join(report.split())
     for (own, *_), (other, *_, report) in zip(
         found, two.run(trained, SLOW, auto, True), strict=True
     ):
         assert torch.equal(own, other)
         assert "as in the run that was saved" in " ".join(report.split())
+
+
+@pytest.mark.parametrize("pays", [True, False], ids=["meets", "averages"])
+def test_a_trace_says_what_was_chosen(two: Ranks, pays: bool, tmp_path: Path) -> None:
+    local = {"auto": True} | ({} if pays else {"updates": UPDATES})
+    (_, chosen, _), _ = two.run(trained, SLOW, local, False, str(tmp_path))
+    trace = read(tmp_path / "trace.json")
+    said = traced_strategy(trace).local
+    assert said == (LocalConfig.model_validate(chosen) if pays else None)
+    if not pays:
+        assert Forecast.of(trace, ethernet_profile(2)).exact()
 
 
 def test_on_a_real_link_it_measures_and_goes_on(two: Ranks) -> None:

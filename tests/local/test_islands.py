@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -38,12 +38,6 @@ HOSTS = {
     "each its own": (0, 1, 2, 3),
 }
 HIERARCHICAL = {"transport": "hierarchical"}
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 def trained_on(where: Sequence[int], settings: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,13 +10,7 @@ from torch.optim import SGD
 import slipstream
 from tests.harness.ranks import Ranks
 from tests.local.reference import flat
-from tests.local.test_training import build, loss_of
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+from tests.local.test_training import batch, build, loss_of
 
 
 def skipping(at: int, steps: int) -> tuple[int, Tensor]:
@@ -40,4 +32,33 @@ def skipping(at: int, steps: int) -> tuple[int, Tensor]:
 def test_ranks_meet_though_one_has_skipped_an_update(two: Ranks, at: int, steps: int) -> None:
     (none, first), (one, second) = two.run(skipping, at, steps)
     assert (none, one) == (0, int(at < 6))  # the last shows when the session closes
+    assert torch.equal(first, second)
+
+
+def skipping_beside_a_stream(zeroes_first: bool) -> tuple[int, Tensor]:
+    """Ranks tell each other before each batch whether they have one."""
+    model = build()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    rank = torch.distributed.get_rank()
+    stream = (batch(rank, update) for update in range(1, 7))
+    session = slipstream.accelerate(model, optimizer, stream, {"local": {"steps": 2}})
+    for update, words in enumerate(session.loader, 1):
+        if zeroes_first:
+            optimizer.zero_grad()
+        session.backward((model(words) * model.scale).square().mean())
+        if not (update == 2 and rank):
+            optimizer.step()
+        if not zeroes_first:
+            optimizer.zero_grad()
+    skipped = session.skipped
+    session.close()
+    return skipped, flat(model.parameters())
+
+
+@pytest.mark.parametrize("zeroes_first", [False, True], ids=["at the end", "first"])
+def test_a_rank_that_skips_needs_no_other_for_its_next_batch(
+    two: Ranks, zeroes_first: bool
+) -> None:
+    (none, first), (one, second) = two.run(skipping_beside_a_stream, zeroes_first)
+    assert (none, one) == (0, 1)
     assert torch.equal(first, second)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
@@ -21,12 +20,6 @@ from tests.harness.ranks import Ranks
 from tests.memory.models import MODELS, Blocks, forwards, rows
 
 module = import_module("slipstream.memory.recompute.region_planner")
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def trained(name: str, strategy: dict[str, Any]) -> tuple[dict[str, Any], str]:

@@ -261,3 +261,41 @@ def transforms() -> None:
 
 def test_transforms_that_follow_no_exchange_are_refused(two: Ranks) -> None:
     two.run(transforms)
+
+
+class ByName(nn.Module):
+    """Calls its layers by name, and reads their attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(6, 4, padding_idx=1), nn.LayerNorm(4)
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.norm(input=self.embed(input=words))
+        x = self.down(input=self.up(input=x).tanh())
+        return x * self.down.out_features + self.embed.norm_type
+
+
+def named() -> None:
+    torch.manual_seed(0)
+    model, words = ByName(), torch.arange(6).view(2, 3)
+    expected = model(words)
+    plan = {
+        "embed": "vocabulary",
+        "norm": {"kind": "sequence", "enter": True, "leave": True},
+        "up": "column",
+        "down": "row",
+    }
+    tensor = {"tensor": {"ranks": 2, "plan": plan}}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with slipstream.accelerate(model, optimizer, strategy={"parallel": tensor}):
+        torch.testing.assert_close(model(words), expected)
+        assert (model.down.in_features, model.up.out_features) == (4, 4)
+        with pytest.raises(UsageError, match="called with x by name; allowed: its input by pos"):
+            model.up(x=expected)
+    assert model.down.in_features == 8
+
+
+def test_layers_are_called_by_name_and_have_their_attributes(two: Ranks) -> None:
+    two.run(named)

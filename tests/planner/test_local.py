@@ -112,6 +112,23 @@ def test_it_is_not_chosen_where_it_does_not_pay(
     assert re.search(reason, found.reason)
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"precision": "half_weights"}, "local with precision half_weights"),
+        ({"data": {"balance": {}}}, r"local with data\.balance"),
+    ],
+    ids=["half_weights", "balance"],
+)
+def test_it_is_not_chosen_beside_what_it_does_not_go_with(
+    settings: dict[str, object], words: str
+) -> None:
+    base = Strategy.load(settings)
+    found = choose_meetings(WORK, SLOW, base, rank([base], WORK, SLOW, base))
+    assert found.strategy is None
+    assert re.search(words, found.reason)
+
+
 def test_one_rank_meets_nobody() -> None:
     alone = ethernet_profile(2).model_copy(update={"world_size": 1})
     assert choose_meetings(WORK, alone, Strategy(), []).strategy is None

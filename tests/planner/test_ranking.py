@@ -11,7 +11,8 @@ import pytest
 
 from slipstream.errors import ClusterError
 from slipstream.gradients.layout import Gradient, plan_segments
-from slipstream.planner.iteration.contention_fit import prepare
+from slipstream.planner.forecast import Forecast
+from slipstream.planner.iteration.contention_fit import read_trace
 from slipstream.planner.iteration.plan import CommPlan
 from slipstream.planner.iteration.simulate import predict, simulate
 from slipstream.planner.iteration.traced import traced_strategy
@@ -21,6 +22,7 @@ from slipstream.planner.network.profile import NetworkProfile
 from slipstream.planner.search.candidates import every, exact, optimal_gather, optimal_split
 from slipstream.planner.search.label import label
 from slipstream.planner.search.ranking import MARGIN, rank, what_if
+from slipstream.report.runs import RecordedRun, pairs
 from slipstream.strategy import ByIndexConfig, Strategy
 from slipstream.trace import Trace
 from tests.planner.networks import MB, ethernet_profile, ring_profile
@@ -170,13 +172,28 @@ def test_a_trace_is_planned_from_as_it_was_recorded() -> None:
     trace = simulate(work, CommPlan.of(strategy, work.gradients), network, steps=3)
     trace = Trace(trace.events, trace.meta | {"strategy": strategy.document(full=True)})
     assert traced_strategy(trace) == Strategy.load({"gradients": {"split": "per_layer"}})
-    read_back, fitted = prepare(trace, network)
+    read_back, fitted = read_trace(trace, network)
     [replayed] = rank([strategy], read_back, fitted)
     [asked] = rank([strategy], work, network)
     assert replayed.seconds == pytest.approx(asked.seconds, rel=0.02)
     assert replayed.samples_per_second == pytest.approx(asked.samples_per_second, rel=0.02)
     with pytest.raises(ClusterError, match="8 ranks"):
-        prepare(trace, ethernet_profile(8))
+        read_trace(trace, ethernet_profile(8))
+
+
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_a_predicted_trace_says_all_of_its_strategy(codec: str | None) -> None:
+    work, network = SITUATIONS["contention"]
+    transport = {"kind": "sharded", "replicated": 0.33} if codec is None else "flat"
+    base = Strategy.load({"gradients": {"transport": transport}, "precision": "autocast"})
+    trace = simulate(work, CommPlan.of(base, work.gradients), network, steps=3)
+    traced = Trace(trace.events, trace.meta | {"strategy": base.document(full=True)})
+    network = network.model_copy(update={"codecs": {"int8": CodecCost(ratio=0.25)}})
+    future = Forecast.of(traced, network).simulated(base.with_gradients(codec=codec), 3)
+    measured = RecordedRun.of("measured", traced, predicted=False)
+    predicted = RecordedRun.of("predicted", future, predicted=True)
+    assert bool(pairs([measured, predicted])) == (codec is None)
+    assert (codec or "sharded") in predicted.strategy
 
 
 def test_a_split_that_was_found_in_the_run_is_the_one_that_its_trace_shows() -> None:
@@ -193,7 +210,7 @@ def test_the_trace_of_one_process_is_planned_for_all_ranks_of_the_cluster() -> N
     trace = simulate(
         alone, CommPlan.of(Strategy(), alone.gradients), ethernet_profile(4).scaled(1, 1, None)
     )
-    work, network = prepare(trace, ethernet_profile(4))
+    work, network = read_trace(trace, ethernet_profile(4))
     assert work.num_ranks == network.world_size == 4
     [one] = rank([Strategy.load("sequential")], work, network)
     exchange = network.groups("world").all_reduce.seconds(sum(SIZES))

@@ -11,7 +11,7 @@ from torch import nn
 from slipstream.errors import StrategyError
 from slipstream.gradients.layout import Gradient
 from slipstream.gradients.shards import cut_first
-from slipstream.planner.iteration.contention_fit import prepare
+from slipstream.planner.iteration.contention_fit import read_trace
 from slipstream.planner.iteration.plan import CommPlan
 from slipstream.planner.iteration.simulate import predict, simulate
 from slipstream.planner.iteration.tasks import comm_tasks, gather_tasks
@@ -108,7 +108,7 @@ def recorded(trace: Trace) -> Trace:
 def test_a_trace_of_sharded_tells_what_others_would_take(seconds: float) -> None:
     work, network = workload(), with_direct(linear_profile(seconds=seconds, latency=0.001))
     trace = recorded(simulate(work, CommPlan((1, 2, 3, 4, 5, 6), transport="sharded"), network, 3))
-    read, fitted = prepare(trace, network)
+    read, fitted = read_trace(trace, network)
     assert read.optimizer == pytest.approx(work.optimizer)
     flat = CommPlan((3, 6))
     assert predict(read, flat, fitted) == pytest.approx(predict(work, flat, network), rel=0.05)

@@ -266,6 +266,19 @@ def test_a_real_model_takes_words_and_returns_its_own_output() -> None:
     assert tied.dtype == torch.bfloat16
 
 
+def test_buffers_may_go_meanwhile() -> None:
+    net = Net()
+    for name in ("mask", "cache"):
+        net.register_buffer(name, torch.ones(3))
+        net.norm.register_buffer(name, torch.ones(3, dtype=torch.bfloat16))
+    half = half_weights(net, torch.optim.SGD(net.parameters()))
+    for module in (net, net.norm):
+        module.mask = None
+        del module.cache
+    half.close()
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+
+
 def test_a_model_that_is_dropped_is_freed() -> None:
     net, _, half = small()
     alive = weakref.ref(net)

@@ -122,3 +122,20 @@ def test_a_static_scale_stays() -> None:
     for overflowed in (True, False, True):
         scaler.update(overflowed)
     assert scaler.scale == 100.0
+
+
+@pytest.mark.parametrize(
+    ("config", "restored"),
+    [
+        (StaticScaleConfig(scale=8.0), ScaleState(8.0)),
+        (DynamicScaleConfig(init=8.0, max=16.0), ScaleState(16.0, 3, 0)),
+        (DynamicScaleConfig(init=512.0, min=256.0), ScaleState(256.0, 3, 0)),
+        (DynamicScaleConfig(init=8.0), ScaleState(64.0, 3, 0)),
+    ],
+)
+def test_a_restored_scale_keeps_to_the_limits_of_this_run(
+    config: DynamicScaleConfig | StaticScaleConfig, restored: ScaleState
+) -> None:
+    scaler = LossScaler(config)
+    scaler.restore(ScaleState(64.0, 3, 0))
+    assert scaler.state == restored

@@ -189,6 +189,20 @@ def test_inside_of_the_model_data_has_16_bits() -> None:
     assert model.weight.dtype == torch.bfloat16
 
 
+def test_a_forward_that_is_interrupted_is_over() -> None:
+    net, _, _ = small()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = net.norm.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        net(torch.ones(2, 5))
+    hook.remove()
+    assert net.first.weight.data.dtype == torch.float32
+    assert net(torch.ones(2, 5)).dtype == net.first.weight.detach().dtype == torch.float32
+
+
 def test_a_gradient_made_like_the_parameter_is_cast() -> None:
     net, optimizer, _ = small()
     net(batches()[0][0]).sum().backward()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,6 @@ from tests.precision.battery import CASES, TYPES, build, here, holds, losses, sa
 FP16 = {"dtype": "fp16", "emulate": True}
 KINDS = pytest.mark.parametrize("kind", ["autocast", "half_weights"])
 Case = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("name", [n for n, c in CASES.items() if "codec" not in str(c)])
@@ -314,10 +307,13 @@ def test_tf32_is_as_it_was_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.backends.cuda.matmul.fp32_precision
     config = Strategy.load({"compute": {"tf32": True}})
     optimizer = torch.optim.SGD((model := nn.Linear(1, 1)).parameters())
-    precision = model_precision.ModelPrecision(model, optimizer, None, config.compute)
+    first, second = (
+        model_precision.ModelPrecision(model, optimizer, None, config.compute) for _ in range(2)
+    )
+    assert first.report_rows()[0].value == "active"
+    first.close()
     assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-    assert precision.report_rows()[0].value == "active"
-    precision.close()
+    second.close()
     assert torch.backends.cuda.matmul.fp32_precision == before
 
 

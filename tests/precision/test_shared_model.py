@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,12 +20,6 @@ SCALE = {"kind": "dynamic", "init": 512.0, "incr_every_n": 100}
 TENSOR = {"tensor": {"ranks": 2}}
 PIPELINE = {"pipeline": {"ranks": 2, "cut": ["transformer.h.1"], "micro_batches": 2}}
 BOTH = TENSOR | PIPELINE
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 def wish_of(parallel: dict[str, Any], kind: str, dtype: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -255,19 +256,33 @@ def test_a_mistake_is_explained_on_every_rank(two: Ranks, name: str) -> None:
         check_outcome(outcome, name, joined=True)
 
 
-def wrapped(inside: bool) -> None:
-    model: nn.Module = DistributedDataParallel(small())
-    if inside:
-        model = nn.Sequential(nn.ReLU(), model)
-    accelerate_and_close(model)
+OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "DDP": (lambda: DistributedDataParallel(small()), r"module \(the model\) is .*ddp\.module"),
+    "DDP inside": (
+        lambda: nn.Sequential(nn.ReLU(), DistributedDataParallel(small())),
+        "module 1 is wrapped in DistributedDataParallel",
+    ),
+    "fully_shard": (
+        lambda: fully_shard(small()),
+        r"parameter 0\.weight is split over ranks already.*accelerate_fsdp\(\)",
+    ),
+    "FSDP": (
+        lambda: FullyShardedDataParallel(small(), device_id=torch.device("cpu")),
+        r"module \(the model\) is wrapped in FullyShardedDataParallel",
+    ),
+}
+"""Models that others have parallelised."""
 
 
-@pytest.mark.parametrize(("inside", "path"), [(False, "module (the model)"), (True, "module 1")])
-def test_a_model_in_ddp_is_refused(two: Ranks, inside: bool, path: str) -> None:
-    for error in two.fail(wrapped, inside).values():
-        assert type(error) is ModelError
-        assert f"{path} is wrapped in DistributedDataParallel" in str(error)
-        assert "ddp.module" in str(error)
+def parallelised(name: str) -> None:
+    model, words = OTHERS[name]
+    with pytest.raises(ModelError, match=words):
+        accelerate_and_close(model())
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_model_that_another_has_parallelised_is_refused(two: Ranks, name: str) -> None:
+    two.run(parallelised, name)
 
 
 # What one rank alone does wrong, or differently.

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import slipstream
-from slipstream.errors import UsageError
+from slipstream.errors import MismatchError, UsageError
 from tests.harness.ranks import Ranks
 
 
@@ -48,6 +48,59 @@ def test_parts_are_asked_for_and_restored_one_by_one() -> None:
 def test_what_is_no_checkpoint_is_refused(state: Any, words: str) -> None:
     with opened() as session, pytest.raises(UsageError, match=words):
         session.restore(state)
+
+
+def another(part: str) -> str:
+    """Each rank restores what it has found on its own disk."""
+    with opened() as session:
+        saved = session.checkpoint("model", "optimizer")
+        session.restore(saved)
+        if part == "model":
+            saved["model"] = {name: t + session.rank for name, t in saved["model"].items()}
+        else:
+            momentum = torch.ones(1, 2) * session.rank
+            saved["optimizer"]["state"] = {0: {"momentum_buffer": momentum}}
+        with pytest.raises(MismatchError) as caught:
+            session.restore(saved)
+        assert all(map(torch.equal, session.model.parameters(), opened_values()))
+    return str(caught.value)
+
+
+def opened_values() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [*nn.Linear(2, 1).parameters()]
+
+
+TIED: dict[str, dict[str, Any]] = {
+    "half weights": {"precision": "half_weights"},
+    "sharded half weights": {
+        "gradients": {"transport": "sharded"},
+        "precision": "half_weights",
+    },
+    "local": {"local": {"steps": 4}},
+}
+
+
+def ties(strategy: dict[str, Any]) -> bool:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with slipstream.accelerate(model, optimizer, strategy=strategy) as session:
+        state = session.checkpoint("model")["model"]
+    return state["0.weight"].data_ptr() == state["1.weight"].data_ptr()
+
+
+@pytest.mark.parametrize("strategy", TIED.values(), ids=TIED)
+def test_a_tied_weight_is_one_in_a_checkpoint(two: Ranks, strategy: dict[str, Any]) -> None:
+    assert two.run(ties, strategy) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("part", "words"), [("model", "the parameters"), ("optimizer", "the optimizer's state")]
+)
+def test_ranks_load_the_same(two: Ranks, part: str, words: str) -> None:
+    for text in two.run(another, part):
+        assert f"rank 1 differs from rank 0 in {words} to load" in text
 
 
 class Stateful(list[int]):

@@ -326,6 +326,16 @@ def test_a_loop_without_updates_is_refused_at_its_end() -> None:
         session.close()
 
 
+def test_a_loop_that_breaks_off_in_its_first_window_is_warned() -> None:
+    """As out of memory, after which a smaller batch is tried."""
+    model, _, session = opened({})
+    with session.no_sync():
+        for batch in batches(3):
+            session.backward(loss_of(model, batch[0]))
+    with pytest.warns(UserWarning, match=r"no update has used, of the last backward passes; call"):
+        session.close()
+
+
 # What enters, leaves or changes.
 
 

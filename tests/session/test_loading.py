@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,12 +11,6 @@ from torch.utils.data import DataLoader
 from slipstream.errors import MismatchError, ModelError
 from tests.harness.ranks import Ranks
 from tests.session.training import opened
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def given(kind: str) -> None:

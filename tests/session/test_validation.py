@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -44,6 +46,19 @@ def test_a_rule_that_matches_nothing_is_a_warning() -> None:
     (text,) = validated(model, gradients={"codec": {"kind": "by_name", "rules": rules}}).warnings
     assert "gradients.codec.rules.1.match '3.*' matches no trainable parameter" in text
     assert "(0.weight, 0.bias, 2.weight, ...)" in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"compute": {"compile": True}}, "compute.compile"),
+        ({"memory": {"recompute": {"every": 1, "keep": ["matmul"]}}}, "memory.recompute keep"),
+    ],
+)
+def test_a_graph_for_one_backward_is_not_replayed(settings: dict[str, Any], words: str) -> None:
+    """Every hundredth update would be the first to fail."""
+    with pytest.raises(StrategyError, match=f"checks.replay with {words}"):
+        validated(small(), checks={"every": 100, "replay": True}, **settings)
 
 
 def test_the_number_of_ranks_must_fill_the_mesh() -> None:

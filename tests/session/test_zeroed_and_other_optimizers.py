@@ -214,6 +214,43 @@ def test_a_second_optimizer_is_watched_also_after_a_step_that_raised() -> None:
                 other.step()
 
 
+class Zeroes(SGD):
+    """An optimizer of before torch 1.7, that fails once."""
+
+    fails = False
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        super().zero_grad(set_to_none=False)
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise RuntimeError("out of memory")
+        return super().step(closure)
+
+
+def test_an_optimizer_that_zeroes_in_its_own_way() -> None:
+    model = model_of()
+    optimizer = Zeroes(model.parameters(), lr=0.1, momentum=0.9)
+    with slipstream.accelerate(model, optimizer) as session:
+        for batch in batches():
+            session.backward((loss_of(model, batch[0]) + loss_of(model, batch[1])) / 2)
+            session.step()
+    assert_equal(model, plain([[0], [1], [2], [3]]))
+
+
+def test_a_step_by_hand_that_raised_counts_once_on_one_process() -> None:
+    model = model_of()
+    optimizer = Zeroes(model.parameters(), lr=0.1)
+    with slipstream.accelerate(model, optimizer) as session:
+        session.backward(loss_of(model, batches()[0, 0]))
+        optimizer.fails = True
+        with pytest.raises(RuntimeError, match="out of memory"):
+            optimizer.step()
+        optimizer.fails = False
+        session.step()
+        assert session.updates == 1
+
+
 # Skipped updates, states.
 
 
@@ -234,6 +271,26 @@ def skipped_by_hand() -> tuple[int, int]:
 
 def test_updates_that_the_script_skips_are_counted(two: Ranks) -> None:
     assert two.run(skipped_by_hand) == [(1, 1)] * 2
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "allow"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_skips_also_a_fused_step_and_the_last_one(fused: bool, nonfinite: str) -> None:
+    """And nothing is told of gradients that close() would drop."""
+    model = model_of()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    checks = {"checks": {"nonfinite": nonfinite}}
+    with slipstream.accelerate(model, optimizer, strategy=checks) as session:
+        for number, batch in enumerate(batches()):
+            loss = (loss_of(model, batch[0]) + loss_of(model, batch[1])) / 2
+            session.backward(scaler.scale(loss * (torch.inf if number in (1, 3) else 1.0)))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert session.updates == 2
+    assert session.skipped == 2
+    assert_equal(model, plain([[0], [1], [2], [3]], skipped=(1, 3)))
 
 
 def load_too_late(gradients: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,12 +13,6 @@ from slipstream.sharding.gather import ParameterGather
 from tests.harness.ranks import RankFailure, Ranks
 from tests.sharding.test_reads import pending
 from tests.sharding.test_update import OPTIMIZERS, batch, build, session_on, steps
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        yield ranks
 
 
 def meet_before_the_last_dies() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,12 +17,6 @@ from slipstream.errors import MismatchError, ModelError, UsageError
 from tests.harness.ranks import Ranks
 from tests.harness.reference import digest
 from tests.sharding.test_update import OPTIMIZERS, Signs, batch, each, session_on, steps
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 class Odd(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,12 +18,6 @@ from slipstream.sharding.pending import PendingParameter
 from tests.harness.ranks import Ranks
 from tests.harness.reference import digest
 from tests.sharding.test_update import OPTIMIZERS, Model, batch, build, each, session_on, steps
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def pending(model: nn.Module) -> list[str]:

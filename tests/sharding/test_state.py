@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,6 @@ from slipstream.sharding.state import join_shards
 from tests.harness.ranks import Ranks
 from tests.harness.reference import digest
 from tests.sharding.test_update import OPTIMIZERS, build, session_on, steps
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def save(folder: Path, transport: str, half: bool) -> None:
@@ -92,14 +80,15 @@ def test_a_state_of_the_flat_transport_is_cut(two: Ranks, tmp_path: Path) -> Non
 
 
 def shard(rank: int, ranks: int) -> dict[str, Any]:
-    state = {"state": {0: {"step": torch.tensor(1.0), "m": torch.arange(2) + 2 * rank}}}
+    numbers = {"step": torch.tensor(1.0), "count": torch.ones(1)}
+    state = {"state": {0: {**numbers, "m": torch.arange(2) + 2 * rank}}}
     return {"rank": rank, "ranks": ranks, "shapes": {0: ((2, 2), (2, 1))}, "optimizer": state}
 
 
 def test_shares_join_in_any_order() -> None:
     joined = join_shards([shard(1, 2), shard(0, 2)])["state"][0]
     assert joined["m"].tolist() == [[0, 1], [2, 3]]
-    assert joined["step"] == 1
+    assert joined["step"] == joined["count"] == 1
 
 
 @pytest.mark.parametrize("present", [[], [0], [0, 0], [0, 1, 1]])

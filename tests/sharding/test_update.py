@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 import slipstream
-from slipstream.errors import ModelError, StrategyError, UsageError
+from slipstream.errors import MismatchError, ModelError, StrategyError, UsageError
 from slipstream.optim import Lamb, Lars
 from slipstream.optim.elementwise import COUNTERS
 from tests.harness.ranks import Ranks
@@ -41,12 +41,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 NORMS = ("lars", "lamb")
 """They add up norms, in another order where ranks have shards."""
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -132,9 +126,9 @@ def assert_same(a: Any, b: Any, tolerance: float = 0) -> None:
                 assert value == other
 
 
-def compare(name: str) -> None:
-    direct, expected, numel, _ = trained("direct", name)
-    sharded, found, own, _ = trained("sharded", name)
+def compare(name: str, **settings: Any) -> None:
+    direct, expected, numel, _ = trained("direct", name, **settings)
+    sharded, found, own, _ = trained("sharded", name, **settings)
     if name in NORMS:
         assert distance(sharded, direct) < 1
         assert_same(found["state"], expected["state"], 1e-5)
@@ -157,6 +151,15 @@ def each(check: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> None:
 
 def test_parameters_and_state_are_those_of_the_whole_update(ranks: Ranks) -> None:
     ranks.run(each, compare, [(name,) for name in OPTIMIZERS])
+
+
+def compare_blocks(name: str) -> None:
+    compare(name, compute={"fuse_optimizer": True})
+
+
+def test_small_shards_are_stepped_together(two: Ranks) -> None:
+    names = ("nadam", "radam", "adamax", "rmsprop", "adadelta", "asgd", "rprop")
+    two.run(each, compare_blocks, [(name,) for name in names])
 
 
 def compare_norms(name: str) -> None:
@@ -262,21 +265,31 @@ def test_all_ranks_skip_where_one_share_is_infinite(ranks: Ranks) -> None:
     assert len({digest for _, digest in found}) == 1
 
 
-def two_losses() -> str:
+def two_losses(codec: Any, scale: float, bound: float) -> str:
     """Two backward passes that exchange, for one update."""
     models = [build(), build()]
     for model, transport in zip(models, ("direct", "sharded"), strict=True):
-        with session_on(model, OPTIMIZERS["sgd"](model.parameters()), transport) as session:
+        gradients = {} if codec is None else {"codec": codec}
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        with session_on(model, optimizer, transport, gradients=gradients) as session:
             for step in range(2):
-                session.backward(model(batch(step, session.rank)))
-                session.backward(model(batch(step + 10, session.rank)))
+                for number in (step, step + 10):
+                    loss = model(batch(number, session.rank))
+                    session.backward(loss * scale, loss_scale=scale)
                 session.step()
-    assert distance(*models) < 1
+    assert distance(*models) < bound
     return digest(models[1])
 
 
-def test_two_backward_passes_before_a_step_add_up(two: Ranks) -> None:
-    assert len(set(two.run(two_losses))) == 1
+@pytest.mark.parametrize(
+    ("codec", "scale", "bound"),
+    [(None, 1.0, 1), ({"kind": "half", "dtype": "fp16"}, 64.0, 100)],  # the bound as in SETTINGS
+    ids=["plain", "fp16 with a loss scale"],
+)
+def test_two_backward_passes_before_a_step_add_up(
+    two: Ranks, codec: Any, scale: float, bound: float
+) -> None:
+    assert len(set(two.run(two_losses, codec, scale, bound))) == 1
 
 
 def with_uneven_loader(transport: str) -> str:
@@ -350,6 +363,7 @@ class Signs(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
+                    self.state[p].setdefault("step", torch.zeros(1)).add_(1)
                     momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
                     momentum.mul_(0.9).add_(p.grad)
                     p.sub_(momentum.sign(), alpha=group["lr"])
@@ -361,9 +375,31 @@ def with_own_optimizer() -> None:
         model = build()
         update = Signs(model.parameters())
         with session_on(model, update, transport) as session:
-            steps(session, 0, STEPS)
+            steps(session, 0, 2)
+            session.restore(session.checkpoint())
+            steps(session, 2, STEPS - 2)
+        assert {state["step"].shape for state in update.state.values()} == {torch.Size([1])}
         models.append(digest(model))
     assert models[0] == models[1]
+
+
+def with_a_state_of_one_rank() -> str:
+    model = build()
+    update = Signs(model.parameters())
+    try:
+        with session_on(model, update, {"kind": "sharded", "elementwise": True}) as session:
+            steps(session, 0, 1)
+            if session.rank == 1:
+                del update.state[model.head.bias]
+            session.checkpoint("optimizer")
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_a_state_that_other_ranks_lack_is_refused(two: Ranks) -> None:
+    for text in two.run(with_a_state_of_one_rank):
+        assert "tensors of the optimizer's state have the shape of this rank's shards" in text
 
 
 def test_a_promise_lets_an_unknown_optimizer_in(two: Ranks) -> None:

@@ -11,13 +11,7 @@ import torch
 
 from slipstream.trace.event import Trace
 from slipstream.trace.recorder import Recorder
-from tests.harness.ranks import PerRank, Ranks
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2) as ranks:
-        yield ranks
+from tests.harness.ranks import PerRank
 
 
 def _ticks():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,12 +19,6 @@ DTYPES = [
     torch.float64,
     torch.complex64,
 ]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def tensors(seed: int) -> list[torch.Tensor]:

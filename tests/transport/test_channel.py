@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -20,12 +20,6 @@ from tests.harness.counters import collectives
 from tests.harness.ranks import PerRank, Ranks
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        yield ranks
 
 
 def label(span: str = "allreduce1", **args: object) -> Label:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch.distributed as dist
 
@@ -11,12 +9,6 @@ from slipstream.errors import MismatchError, ModelError, StrategyError
 from slipstream.transport import consistency
 from slipstream.transport.consistency import agree
 from tests.harness.ranks import PerRank, Ranks
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        yield ranks
 
 
 def compare(facts: dict[str, str], error: Exception | None = None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import get_args
 
 import pytest
@@ -13,12 +12,6 @@ from slipstream.strategy import AutoConfig, FlatConfig, TransportConfig
 from slipstream.transport.requests import AllGather, AllReduce, AllToAll, Broadcast, Request
 from slipstream.transport.transport import TRANSPORTS, make_transport
 from tests.harness.ranks import Ranks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def carried_out(request: Request) -> int:

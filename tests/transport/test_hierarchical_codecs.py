@@ -30,12 +30,6 @@ def six() -> Iterator[Ranks]:
         yield ranks
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
-
-
 def where(nodes: Sequence[Sequence[int]]) -> list[int]:
     """The host of each rank."""
     hosts = {rank: host for host, node in enumerate(nodes) for rank in node}

@@ -84,12 +84,6 @@ def registered() -> Iterator[type[GatherAndSumTransport]]:
     assert all(transport.closed)
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
-
-
 def trained(name: str, settings: dict[str, Any]) -> tuple[bool, dict[str, int], dict[str, int]]:
     """Whether the transport trains a model to the bits of the flat one; requests and bytes."""
     case = MODELS[name]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,12 +26,6 @@ ROWS: dict[str, tuple[Rows, Rows, Rows]] = {
 TYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 
 SHAPES = [((5, 3), 1), ((5,), 1), ((5, 5), 2), ((5, 2, 3), 1), ((5, 5, 2), 2), ((5, 0), 1)]
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        yield ranks
 
 
 def coo(rows: Rows, dtype: torch.dtype, shape: torch.Size, sparse_dim: int) -> torch.Tensor:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -13,12 +11,6 @@ from slipstream.strategy import DirectConfig, FlatConfig
 from slipstream.transport.requests import AllGather, AllReduce
 from slipstream.transport.switch import Switch
 from tests.harness.ranks import Ranks
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        yield ranks
 
 
 def exchanged(switch: Switch) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -103,12 +103,6 @@ class Training:
     def state(self) -> dict[str, Any]:
         """Everything, whole, on every rank."""
         return copy.deepcopy(self.session.checkpoint())
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def trained(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +35,6 @@ from tests.harness.ranks import PerRank, Ranks
 UPDATES = 24
 WINDOW = UPDATES // (2 * TURNS)
 AUTO: dict[str, Any] = {"gradients": {"transport": {"kind": "auto", "updates": UPDATES}}}
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        yield ranks
 
 
 def fewer_is_slower(workload: Workload, plan: CommPlan, network: NetworkProfile) -> float:

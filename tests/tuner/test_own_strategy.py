@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.errors import TraceError
 from slipstream.strategy import Strategy
-from slipstream.tuner.own_strategy import own_strategy
+from slipstream.tuner.own_strategy import PLACES, own_strategy
 from slipstream.tuner.trials import Failure, Measurement
 from slipstream.tuner.tune import Tuner
 
@@ -16,11 +16,18 @@ OWN = {
     "by name": "session = slipstream.accelerate(model, opt, loader, strategy={'data': {}})",
     "by place": "session = accelerate(model, opt, loader, 'exact')",
     "a variable": "s = 'exact'\nslipstream.accelerate(model, opt, strategy=s)",
+    "FSDP2": "accelerate_fsdp(model, opt, 'exact')",
+    "Lightning": "Trainer(strategy=SessionStrategy({'local': 'auto'}))",
+    "Fabric": "Fabric(strategy=FabricStrategy('exact'))",
+    "Accelerate": "Accelerator(cpu=True, strategy='exact')",
+    "Trainer": "SessionTrainer(model=model, strategy='exact')",
 }
 OPEN = {
     "none": "slipstream.accelerate(model, opt, loader)",
     "said to be none": "slipstream.accelerate(model, opt, loader, strategy=None)",
     "of another function": "search(model, strategy='greedy')",
+    "an adapter without one": "Trainer(strategy=SessionStrategy(timeout=hour))",
+    "another argument": "SessionTrainer(model, arguments, collator, data)",
     "not Python": "def",
 }
 
@@ -32,7 +39,8 @@ def test_the_line_is_named(tmp_path: Path, text: str) -> None:
     line = 1 + len(text.splitlines())
     told = own_strategy(script)
     assert told is not None
-    assert told.startswith(f"train.py:{line} gives accelerate() a strategy of its own")
+    (name,) = (n for n in PLACES if f"{n}(" in text)
+    assert told.startswith(f"train.py:{line} gives {name}() a strategy of its own")
 
 
 @pytest.mark.parametrize("text", OPEN.values(), ids=OPEN)

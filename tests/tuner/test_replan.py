@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -163,12 +163,6 @@ def trained(
     training = Training(strategy, kept, steps(*cost))
     training.train(updates, loop)
     return training.end()
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 ONCE, SLOW, AGAIN = ((0, 1.0),), ((0, 1.0), (STEADY, 4.0)), SEEN + SEARCH

@@ -144,6 +144,12 @@ def test_losses_that_are_not_finite_end_their_run_alone() -> None:
     assert "accumulate" in {kind_of(one.strategy) for one in tuned.predictions}
 
 
+@pytest.mark.parametrize("fault", ["fails", "nonfinite"])
+def test_a_larger_batch_whose_run_failed_is_not_predicted(fault: str) -> None:
+    tuned = Script(**{fault: "accumulate"}).tuner().tune()  # type: ignore[arg-type]
+    assert {kind_of(one.strategy) for one in tuned.predictions} == {"", "onebit", "int8"}
+
+
 def test_without_seeds_it_says_that_runs_are_no_pairs() -> None:
     assert not Script(seeded=False).tuner().tune().paired
 

@@ -24,7 +24,7 @@ SCRIPTS = {
     "writes a trace and ends": "finish()",
     "writes a trace in two parts": "finish(half=True); time.sleep(0.3); finish(); time.sleep(100)",
     "fails": "print('so far'); raise RuntimeError('boom')",
-    "is killed": "import os; os.kill(os.getpid(), 9)",
+    "is killed": "os.kill(os.getpid(), 9)",
     "ends without a trace": "pass",
     "ends with half a trace": "finish(half=True)",
     "hangs": "time.sleep(100)",
@@ -42,9 +42,10 @@ OUTCOMES = {
     "hangs and does not want to end": ("hanging", "no trace after 1 s: killed"),
 }
 PRELUDE = """
-import signal, subprocess, sys, time
+import os, signal, subprocess, sys, time
 folder, template, marker = sys.argv[1:]
 text = open(template).read()
+os.makedirs(folder + "/checkpoints/runs/a/update-00000001")
 def ignore(number):
     signal.signal(number, signal.SIG_IGN)
 def finish(half=False):
@@ -88,6 +89,7 @@ def test_a_run_ends_with_its_trace_and_leaves_no_process(
         assert outcome.status == status
         assert reason in outcome.reason
     assert marked(marker) == []
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_trials_number_their_folders_and_trace_the_strategy(tmp_path: Path) -> None:

@@ -219,6 +219,23 @@ def test_lossy_strategies_build_on_the_best_exact_choice(seconds: float, wins: b
     assert ("chosen in one run" in tuned.verdict) == (not wins)
 
 
+def test_without_predictions_the_exact_choice_stays() -> None:
+    def predict(trace: Trace, base: Strategy) -> list[Prediction]:
+        raise LaunchError("the network could not be measured")
+
+    script = Script({BASE: 1.0, KEPT: 0.8}, KEPT)
+    tuned = Tuner(script.run, BASE, 1000.0, predict, clock=lambda: script.clock).tune()
+    assert tuned.strategy == KEPT
+    assert re.search("chosen in one run.*not tried: the network could not be", tuned.verdict)
+
+
+def test_without_room_for_lossy_strategies_nothing_is_predicted() -> None:
+    script = Script({BASE: 1.0, OPEN: "hangs"})
+    tuned = script.tune({A: 0.1}, budget=300.0)
+    assert (script.runs, tuned.strategy) == ([BASE, OPEN], BASE)
+    assert "the baseline stays; lossy strategies were not tried: the budget" in tuned.verdict
+
+
 # Settings of compute and data, on the best of all.
 
 DEALT, AHEAD, LAST, COMPILED, CHAINS, ONE_STEP = MEASURED_CHOICES
@@ -305,6 +322,17 @@ def test_a_codec_that_begins_late_counts_for_the_rest(updates, chosen, mean) -> 
         )
     assert ("--updates N" in tuned.verdict) == (updates is None)
     assert tuned.ratios == pytest.approx([{ONEBIT: mean, INT8: 0.7}[chosen]] * LEAST_PAIRS)
+
+
+def test_a_codec_of_the_baseline_that_begins_late_is_no_reason_for_updates() -> None:
+    late = ONEBIT.with_gradients(split="single", transport="direct")
+    compiled = with_settings(late, COMPILED)
+    assert compiled is not None
+    script = Script({late: 1.0, compiled: 0.5})
+    clock = {"clock": lambda: script.clock}
+    tuned = Tuner(script.run, late, 1000.0, choices=[COMPILED], **clock).tune()
+    assert tuned.strategy == compiled
+    assert "--updates" not in tuned.verdict
 
 
 # Time and noise.

@@ -11,6 +11,7 @@ from typing import Any
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import extract_model_from_parallel
 from accelerate.utils.dataclasses import DDPCommunicationHookType, DistributedType
 from torch import nn
 
@@ -195,12 +196,13 @@ class Accelerator(accelerate.Accelerator):
         return folder
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Return the parameters that evaluate best: under ``local`` the outer ones."""
-        if self.session is None or self.session.strategy.local is None:
-            return super().get_state_dict(model, unwrap=unwrap)
-        with self.session.evaluating():  # which writes them in place
-            state = super().get_state_dict(model, unwrap=unwrap)
-            return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+        """Return the parameters that evaluate best, in full precision; on all ranks, over which
+        the masters of 16-bit weights may lie."""
+        state, session = super().get_state_dict(model, unwrap=unwrap), self.session
+        if session is None or _bare(model) is not _bare(session.model):
+            return state
+        whole = session.checkpoint("model")["model"]
+        return dict(zip(state, whole.values(), strict=True))  # names are those of what was compiled
 
     def load_state(self, *arguments: Any, **named: Any) -> None:
         """Load a checkpoint of this or of a plain Accelerator, which has no state of a session."""
@@ -245,6 +247,7 @@ class Accelerator(accelerate.Accelerator):
             framework="Accelerate",
             accumulation="gradient_accumulation_steps",
             precision=f"mixed_precision {self.mixed_precision!r}" if self.native_amp else None,
+            scaler=self.scaler,
         )
 
     def _opened(self, call: str) -> Session[Any, Any]:
@@ -257,15 +260,29 @@ class Accelerator(accelerate.Accelerator):
 
 
 class _GatheredOptimizer(AcceleratedOptimizer):
-    """Whose state is gathered from all ranks, over which it may lie."""
+    """An optimizer whose state is gathered from all ranks, over which it may lie."""
 
     opened_by: Accelerator
+
+    def step(self, closure: Any = None) -> None:
+        """Update, and know an update that the session has skipped as one of Accelerate's own."""
+        session = self.opened_by.session
+        before = 0 if session is None else session.skipped
+        super().step(closure)
+        if session is not None and self.scaler is None and self.gradient_state.sync_gradients:
+            self._is_overflow = session.skipped > before
 
     def state_dict(self) -> dict[str, Any]:
         session = self.opened_by.session
         if session is None or session.optimizer is not self.optimizer:
             return dict(super().state_dict())
         return dict(session.checkpoint("optimizer")["optimizer"])
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """Return the module that was compiled, if one was."""
+    bare: nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
+    return bare
 
 
 def _check_buffers(model: nn.Module) -> None:

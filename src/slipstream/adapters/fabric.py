@@ -88,6 +88,7 @@ class FabricStrategy(DDPStrategy):
             framework="Fabric",
             accumulation="fabric.no_backward_sync(model)",
             precision=None if kind == "32-true" else f"precision={kind!r}",
+            scaler=getattr(self.precision, "scaler", None),
         )
         return optimizer
 
@@ -122,10 +123,13 @@ class FabricStrategy(DDPStrategy):
             raise RuntimeError(f"the norm of the gradients is {norm.item()}")
         return norm
 
-    def save_checkpoint(self, *arguments: Any, **named: Any) -> None:
-        """Save the parameters that evaluate best; on all ranks."""
-        with nullcontext() if self.session is None else self.session.evaluating():
-            super().save_checkpoint(*arguments, **named)
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the parameters that evaluate best, in full precision; on all ranks, over which
+        the masters of 16-bit weights may lie."""
+        if self.session is None or module is not self.session.model:
+            state: dict[str, Any] = super().get_module_state_dict(module)
+            return state
+        return dict(self.session.checkpoint("model")["model"])
 
     def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Gather it on all ranks, over which it may lie."""

@@ -99,6 +99,7 @@ class SessionStrategy(DDPStrategy):
             framework="Lightning",
             accumulation="Trainer(accumulate_grad_batches=...)",
             precision=None if plugin.precision == "32-true" else f"precision={plugin.precision!r}",
+            scaler=getattr(plugin, "scaler", None),
         )
         self._plugin, self.precision_plugin = plugin, _clipping_by(self.session, plugin)
 

@@ -13,7 +13,7 @@ from torch import nn
 from slipstream.errors import ModelError, StrategyError, UsageError
 from slipstream.session.accelerate import accelerate, strategy_of
 from slipstream.session.session import Session
-from slipstream.strategy import DataConfig, Strategy
+from slipstream.strategy import DataConfig, Strategy, keeps_state
 
 GivenStrategy = Strategy | Mapping[str, Any] | str | Path | None
 """A strategy as ``slipstream.accelerate`` takes it."""
@@ -31,6 +31,7 @@ def open_session(
     framework: str,
     accumulation: str,
     precision: str | None,
+    scaler: object | None,
 ) -> Session[Any, Any]:
     """Open a session, and refuse what the strategy and the framework would both do.
 
@@ -38,20 +39,26 @@ def open_session(
         framework: its name, for messages.
         accumulation: the framework's own setting for it.
         precision: the framework's own setting, where one is at work.
+        scaler: the framework's own, which scales losses.
 
     Raises:
-        UsageError: both accumulate gradients, deal out data or choose a precision; or ranks would
-            not stay in step, as the framework's own collectives need.
+        UsageError: both accumulate gradients, deal out data or choose a precision; a codec would
+            keep gradients under a scale that the framework changes; or ranks would not stay in
+            step, as the framework's own collectives need.
     """
     with suppress(StrategyError):  # accelerate() raises it, on all ranks alike
         wanted = strategy_of(strategy)
-        for problem in _problems(wanted, framework, accumulation, precision):
+        for problem in _problems(wanted, framework, accumulation, precision, scaler):
             raise UsageError(problem)
     return accelerate(model, optimizer, strategy=strategy)
 
 
 def _problems(
-    wanted: Strategy, framework: str, accumulation: str, precision: str | None
+    wanted: Strategy,
+    framework: str,
+    accumulation: str,
+    precision: str | None,
+    scaler: object | None,
 ) -> Iterator[str]:
     if wanted.gradients.accumulate > 1:
         yield (
@@ -60,6 +67,13 @@ def _problems(
         )
     if wanted.precision is not None and precision is not None:
         yield f"precision in the strategy and {precision} of {framework}: leave one of them out"
+    codec = wanted.gradients.codec
+    if scaler is not None and codec is not None and keeps_state(codec):
+        yield (
+            f"the codec {codec.kind}, which owes a part of the gradients to later updates, under "
+            f"{precision} of {framework}, whose loss scale changes meanwhile: leave that out, and "
+            "set precision: {kind: autocast, dtype: fp16} in the strategy"
+        )
     if wanted.data != DataConfig():
         yield f"data in the strategy under {framework}, which has its own loaders: leave it out"
     if wanted.parallel.active:

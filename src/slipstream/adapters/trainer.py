@@ -12,6 +12,8 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from slipstream.adapters.accelerate import Accelerator
 from slipstream.adapters.opening import SESSION_FILE, GivenStrategy
+from slipstream.errors import UsageError
+from slipstream.session.checks import check_model
 
 
 class SessionTrainer(transformers.Trainer):
@@ -79,6 +81,12 @@ class SessionTrainer(transformers.Trainer):
         with self._evaluating():
             super().save_model(*arguments, **named)
 
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Collect the weights on all ranks, over which their masters may lie; save on one."""
+        if state_dict is None and self.model is not None:
+            state_dict = self.accelerator.get_state_dict(self.model)
+        super()._save(output_dir, state_dict)
+
     def _load_best_model(self) -> None:
         """Close the session before: its last meetings are not of the model that is loaded."""
         self.accelerator.close()
@@ -86,7 +94,20 @@ class SessionTrainer(transformers.Trainer):
 
     def _prepare_for_training(self, *arguments: Any, **named: Any) -> Any:
         """Train a model again that was compiled before, for which Trainer prepares the optimizer
-        alone."""
+        alone.
+
+        Raises:
+            ModelError: the model is split over ranks.
+            UsageError: this process has several GPUs.
+        """
+        if self.model is not None:
+            check_model(self.model)
+        if self.args.n_gpu > 1:
+            raise UsageError(
+                f"{self.args.n_gpu} GPUs in one process, among which Trainer splits batches by "
+                "DataParallel; a rank has one: start the script by slipstream launch --nproc gpu, "
+                "or set CUDA_VISIBLE_DEVICES=0"
+            )
         if self.model is not None and self.model_wrapped is not self.model:
             self.accelerator.train_prepared(self.model)
         prepare: Any = super()._prepare_for_training

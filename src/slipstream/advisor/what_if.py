@@ -144,7 +144,7 @@ def _traced_codec(trace: Trace) -> dict[str, CodecCost]:
 def fitted_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
     """Startup and seconds a byte of the least-squares line, neither of them negative.
 
-    A trace has a handful of sizes, often one; ``planner.fit`` needs measured points of many.
+    A trace has a handful of sizes, often one; ``planner.network.fit`` needs points of many.
 
     Example:
         >>> startup, per_byte = fitted_line([10, 20, 40], [3.0, 5.0, 9.0])

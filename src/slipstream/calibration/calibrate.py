@@ -112,7 +112,7 @@ def _profile(ranks: Cluster, world: dist.ProcessGroup, **costs: Any) -> NetworkP
 def _contention(
     ranks: Cluster, world: dist.ProcessGroup, network: Network, seconds: float
 ) -> dict[str, Any]:
-    """That of the backend's collectives and, where these are measured, of direct sends."""
+    """Measure contention of the backend's collectives and, if these were timed, of direct sends."""
 
     where = world, ranks.device
     with closing(make_transport(FlatConfig(), world)) as flat:

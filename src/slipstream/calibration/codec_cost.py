@@ -81,7 +81,7 @@ def _measured(
     """Seconds in total, to encode and to decode a bucket; the ratio of bytes sent to dense."""
     side = int(numel**0.5)
     generator = torch.Generator(device).manual_seed(0)  # the user's stays as it is
-    weight = torch.randn(side, side, device=device, generator=generator)
+    weight = torch.randn(side, side, dtype=torch.float32, device=device, generator=generator)
     if isinstance(codec, HalfConfig):
         return _measured_half(codec, weight, together, window)
     momenta = [Momentum(0.9)]

@@ -67,8 +67,9 @@ COLLECTIVES: Mapping[CollectiveName, StartCollective] = {
 }
 """Each as the transports carry it out, alone and waited for."""
 
-ELEMENT = 4
-"""Bytes of the elements that are exchanged: float32."""
+DTYPE = torch.float32
+"""Of the elements that are exchanged, whatever the script's default is."""
+ELEMENT = DTYPE.itemsize
 WARM_UP = 5
 """Exchanges before the first that counts."""
 BLOCK = 0.01
@@ -146,8 +147,8 @@ class CollectiveTimer:
         self._sizes, self._rounds = sorted(set(sizes)), rounds
         elements = self._sizes[-1] // ELEMENT + ranks.world_size
         # Written once: the first touch of a page of memory takes longer than later ones.
-        self._whole = torch.empty(elements, device=ranks.device).zero_()
-        self._part = torch.empty(elements // 2 + 1, device=ranks.device).zero_()
+        self._whole = torch.empty(elements, dtype=DTYPE, device=ranks.device).zero_()
+        self._part = torch.empty(elements // 2 + 1, dtype=DTYPE, device=ranks.device).zero_()
 
     def curve(
         self,

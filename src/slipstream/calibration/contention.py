@@ -16,6 +16,7 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
+from slipstream.calibration.collective_timer import DTYPE, ELEMENT
 from slipstream.planner.network.costs import Contention
 from slipstream.planner.network.curve import Curve
 from slipstream.transport.consistency import maximum
@@ -62,7 +63,7 @@ def measure_contention(
     # Beside computing a small exchange takes many times as long: a quarter of the time is enough.
     for num_bytes, share in {smallest: 0.25, large: 1.0}.items():
         count = round(seconds * share / all_reduce.seconds(num_bytes))
-        tensors = torch.empty(AT_ONCE, num_bytes // 4, device=device).zero_()
+        tensors = torch.empty(AT_ONCE, num_bytes // ELEMENT, dtype=DTYPE, device=device).zero_()
         in_turn = [tensors[i % AT_ONCE] for i in range(min(max(count, AT_ONCE), MOST))]
         pair = _ComputeAndExchange(world, device, transport, in_turn)
         rounds = [pair.round(seconds) for _ in range(ROUNDS)]
@@ -101,7 +102,7 @@ def crowd_slowdown(
     smallest = all_reduce.points[0][0]
     sizes = [n for n, t in all_reduce.points if t * CROWD <= seconds and n <= LARGEST]
     num_bytes = max(sizes, default=smallest)
-    tensors = torch.empty(AT_ONCE, num_bytes // 4, device=device).zero_()
+    tensors = torch.empty(AT_ONCE, num_bytes // ELEMENT, dtype=DTYPE, device=device).zero_()
     crowd = [tensors[i % AT_ONCE] for i in range(CROWD)]
     exchanges = _ComputeAndExchange(world, device, transport, crowd)
     times = [exchanges.alone() for _ in range(ROUNDS)]
@@ -132,7 +133,9 @@ def _queue(
         shares.append(small / large)
         waits.append(small)
     # Behind the largest ones the wait has reached its maximum: the smaller half tells the share.
-    slowest = torch.tensor([median(shares[: len(shares) // 2 + 1]), max(waits)])
+    slowest = torch.tensor(
+        [median(shares[: len(shares) // 2 + 1]), max(waits)], dtype=torch.float64
+    )
     share, most = maximum(slowest, world).tolist()
     return min(round(share, 4), 1.0), round(most, 6)
 
@@ -141,7 +144,9 @@ def _one_behind_the_other(
     world: dist.ProcessGroup, transport: Transport, large: int, small: int
 ) -> tuple[float, float]:
     """Seconds of an exchange of ``large`` bytes, and of a ``small`` one issued behind it."""
-    requests = {size: AllReduce(torch.zeros(size // 4)) for size in (large, small)}
+    requests = {
+        size: AllReduce(torch.zeros(size // ELEMENT, dtype=DTYPE)) for size in (large, small)
+    }
     transport.prepare([*requests.values()])
     dist.barrier(group=world)
     ended: SimpleQueue[tuple[int, float]] = SimpleQueue()
@@ -166,8 +171,8 @@ def piece_of_compute(device: torch.device) -> Callable[[], None]:
     """A fixed piece of compute, half bound by arithmetic and half by memory; returns at its end."""
     side = 2048 if device.type == "cuda" else 256
     generator = torch.Generator(device).manual_seed(0)  # the user's stays as it is
-    matrix, product = torch.rand(2, side, side, device=device, generator=generator)
-    vector = torch.zeros(2**20, device=device)
+    matrix, product = torch.rand(2, side, side, dtype=DTYPE, device=device, generator=generator)
+    vector = torch.zeros(2**20, dtype=DTYPE, device=device)
 
     def compute() -> None:
         torch.mm(matrix, matrix, out=product)

@@ -22,6 +22,7 @@ from slipstream.parallel.dims import gather_objects, mesh_of
 from slipstream.session.session import Session
 from slipstream.strategy import Row
 from slipstream.transport.consistency import agree
+from slipstream.tuner.trials import checkpoints_of
 
 AnySession = Session[Any, Any]
 BESIDE = "rank"
@@ -44,7 +45,8 @@ class Checkpoints:
     on, each rank its own part; it counts once it is complete.
 
     Args:
-        folder: for this run alone; all ranks must see the same.
+        folder: for this run alone; all ranks must see the same. Trials of ``slipstream tune`` and
+            ``scale`` have one of their own instead.
         keep: newest ones that stay; an older one is removed once a newer one is complete.
         also: what else has a state: ``{"scheduler": scheduler}``. Each rank saves its own.
         on_signal: signals after which `step` saves on all ranks and ends the script with code
@@ -84,7 +86,8 @@ class Checkpoints:
     ) -> None:
         if keep < 1:
             raise UsageError(f"keep={keep}: must be at least 1, the newest checkpoint")
-        self._folder, self._keep, self._also = Folder(Path(folder)), keep, dict(also or {})
+        self._folder = Folder(checkpoints_of(Path(folder)))
+        self._keep, self._also = keep, dict(also or {})
         self._signals = StopSignals(on_signal)
         self._session: AnySession | None = None
         self._group: dist.ProcessGroup | None = None

@@ -42,7 +42,7 @@ class Alarm(FrozenModel):
         return self.kind == "still" and not silent and least < timeout * STILL / 2
 
 
-class Verdict(FrozenModel):
+class AlarmVerdict(FrozenModel):
     """The answer to an alarm."""
 
     words: str = ""
@@ -90,16 +90,16 @@ class Alarms:
         read = self._store.get
         return {r: RankCase.model_validate_json(read(self._key("case", r))) for r in ranks}
 
-    def judge(self, verdict: Verdict) -> None:
+    def judge(self, verdict: AlarmVerdict) -> None:
         """Say how the alarm ends."""
         self._store.set(self._key("verdict"), verdict.model_dump_json())
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> AlarmVerdict | None:
         """Read how the alarm ends; None: that is not known yet."""
         key = self._key("verdict")
         if not self._store.check([key]):
             return None
-        return Verdict.model_validate_json(self._store.get(key))
+        return AlarmVerdict.model_validate_json(self._store.get(key))
 
     def next(self) -> None:
         """Go on, as this one was none."""

@@ -70,7 +70,7 @@ class RankState(FrozenModel):
 
 
 class RankCase(FrozenModel):
-    """All that a rank knows of itself once something is wrong."""
+    """A rank's own view once something is wrong."""
 
     state: RankState
     stacks: dict[str, list[str]] = Field(default_factory=dict)

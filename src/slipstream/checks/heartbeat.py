@@ -32,7 +32,7 @@ from pathlib import Path
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from slipstream.checks.alarm import Alarm, AlarmKind, Alarms, Verdict
+from slipstream.checks.alarm import Alarm, AlarmKind, Alarms, AlarmVerdict
 from slipstream.checks.autopsy import Autopsy, RankCase, RankState, ranks_named
 from slipstream.checks.limits import EXIT_CODE, STALE, STILL, interval_of
 from slipstream.checks.own_view import OwnView, UpdateCount, last_exchanges
@@ -341,9 +341,9 @@ class Heartbeat:
             self._learn(verdict)
         elif now - self._alarmed_at > 2 * ANSWER_SECONDS + self.interval:
             words = f"{alarm.reason}; rank {alarm.rank}, which asked why, has gone before it "
-            self._learn(Verdict(words=f"{words}could say", first=(self.rank,)))
+            self._learn(AlarmVerdict(words=f"{words}could say", first=(self.rank,)))
 
-    def _judge(self, alarm: Alarm, now: float) -> Verdict | None:
+    def _judge(self, alarm: Alarm, now: float) -> AlarmVerdict | None:
         """Say how the alarm ends; None: not all have answered yet."""
         ranks = range(self.world_size)
         told = self._alarms.told(ranks)
@@ -358,12 +358,12 @@ class Heartbeat:
                 cases[rank] = RankCase(state=said)
             else:
                 silent[rank] = said
-        verdict = Verdict()
+        verdict = AlarmVerdict()
         if not alarm.was_none(cases, silent, self.timeout):
             autopsy = Autopsy.of(cases, silent, self.world_size, alarm.reason)
             can = [rank for rank in autopsy.blamed if rank in cases and not cases[rank].state.ended]
             first = None if alarm.kind == "failed" else tuple(can) or (self.rank,)
-            verdict = Verdict(words=self._written(autopsy), first=first)
+            verdict = AlarmVerdict(words=self._written(autopsy), first=first)
         self._alarms.judge(verdict)
         return verdict
 
@@ -378,7 +378,7 @@ class Heartbeat:
             return f"{autopsy.verdict} ({where})"
         return autopsy.verdict
 
-    def _learn(self, found: Verdict) -> None:
+    def _learn(self, found: AlarmVerdict) -> None:
         """The end of this rank: by the main thread if that comes out of its exchange, else here."""
         if not found.words:  # no hang
             self._alarms.next()
@@ -430,7 +430,7 @@ class Heartbeat:
                 continue
             place = main_place()
             self._learn(
-                Verdict(
+                AlarmVerdict(
                     words=f"the run's store has not answered for {silence:.0f} s: the host "
                     f"of rank 0 is down, stopped or cut off from {self.host}; this rank is at "
                     f"{place.line or 'no line of its script'}",

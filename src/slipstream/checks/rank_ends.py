@@ -70,7 +70,7 @@ class RankEnds:
 
     @property
     def ends(self) -> list[RankEnd]:
-        """Those so far, in order."""
+        """The ends so far, in order."""
         with self._lock:
             return sorted(self._ends.values(), key=lambda end: end.when)
 

@@ -38,7 +38,7 @@ class Signs:
 
     @classmethod
     def random(cls, numel: int, seed: int, device: torch.device) -> Signs:
-        """Those of a tensor of ``numel`` values."""
+        """Draw the signs of a tensor of ``numel`` values."""
         generator = torch.Generator().manual_seed(seed)
         length, blocks = min(numel, _BLOCK), -(-numel // _BLOCK)
         size = SIGNS, length + blocks
@@ -213,7 +213,7 @@ class AverageSample:
         return self._signs[name]
 
     def result(self) -> Sketched:
-        """All that this rank knows."""
+        """Return the sketches of this rank."""
         own, average, used = (tuple(self._sums[kind].tolist()) for kind in _KINDS)
         return Sketched(own, self._square**0.5, average, used)
 

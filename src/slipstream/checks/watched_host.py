@@ -32,14 +32,14 @@ class HostState(FrozenModel):
 
 
 class HostCases(FrozenModel):
-    """All that is known of the ranks of a host once something is wrong."""
+    """The views of a host's ranks once something is wrong."""
 
     cases: dict[int, RankCase] = Field(default_factory=dict)
     silent: dict[int, RankState] = Field(default_factory=dict)
 
     @classmethod
     def of_states(cls, states: Iterable[RankState]) -> HostCases:
-        """Those of a host whose ranks have ended: their last words."""
+        """Collect the last words of a host whose ranks have ended."""
         return cls(cases={state.rank: RankCase(state=state) for state in states})
 
 
@@ -110,7 +110,7 @@ class WatchedHost:
         )
 
     def cases(self, now: float) -> HostCases:
-        """All that can be known now; takes seconds."""
+        """Collect all that can be known now; takes seconds."""
         living = {r: w for r, w in self._ranks.items() if not w.ended}
         silent = {
             rank: in_words(watched.process.pid, self._proc)

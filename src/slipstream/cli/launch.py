@@ -61,7 +61,7 @@ def launch(
     [dim]slipstream launch --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29500 train.py[/dim]
     """
     if islands is not None:
-        _refuse_with_islands(nproc, nnodes)
+        _refuse_with_islands(nproc, nnodes, node_rank, rdzv_endpoint)
         code = run_islands(
             [script, *(args or ())],
             islands,
@@ -121,11 +121,21 @@ def _import_torch_quietly() -> None:
     del os.environ[variable]
 
 
-def _refuse_with_islands(nproc: str, nnodes: int) -> None:
-    if nproc != "1" or nnodes != 1:
+def _refuse_with_islands(
+    nproc: str, nnodes: int, node_rank: int | None, rdzv_endpoint: str | None
+) -> None:
+    given = {
+        "--nproc": None if nproc == "1" else nproc,
+        "--nnodes": None if nnodes == 1 else nnodes,
+        "--node-rank": node_rank,
+        "--rdzv-endpoint": rdzv_endpoint,
+    }
+    words = [f"{option} {value}" for option, value in given.items() if value is not None]
+    if words:
         raise LaunchError(
-            f"--islands with --nproc {nproc} --nnodes {nnodes}: an island is a job of one rank; "
-            "leave these out, and start jobs on other machines there"
+            f"--islands with {' '.join(words)}: an island is a job of one rank, and meets the "
+            "others at local.rendezvous.store; leave these out, and start jobs on other machines "
+            "there"
         )
 
 

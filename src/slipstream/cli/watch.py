@@ -9,7 +9,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib.metadata import version
@@ -32,9 +32,10 @@ from slipstream.checks.vitals import PROC
 from slipstream.checks.watch import Watch
 from slipstream.checks.watched_host import WatchedHost
 from slipstream.cluster import listen
-from slipstream.errors import LaunchError
+from slipstream.errors import ClusterError, LaunchError
 from slipstream.files.write import write_whole
 from slipstream.strategy.duration import seconds_of
+from slipstream.version import __version__
 
 PATIENCE = 5.0
 """Seconds from SIGTERM to SIGKILL."""
@@ -46,6 +47,9 @@ _PASSED_ON = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
+
+_VERSION = "version"
+"""The key of the version of host 0's watch."""
 
 # stdout is that of the command.
 console = Console(stderr=True)
@@ -90,24 +94,38 @@ def watch(
             f"bytes, state) and the stacks of their Python. torch {version('torch')}: collectives "
             "are seen from stacks alone"
         )
-        child = _start(command, dumps)
         host = WatchedHost(os.getpid(), socket.gethostname(), dumps, interval_of(seconds))
         watching = Watch(host, seconds, board, hosts=hosts, host_rank=host_rank)
         ends = RankEnds(host.host)
-        with _signals_passed_on(child) as passed_on:
-            found = _until_it_ends(child, watching, host, ends)
-        if child.returncode != 0 and not passed_on and (first := ends.words):
-            _say(first)
-        if found is None:
-            watching.leave(time.monotonic())
-            raise typer.Exit(child.returncode if child.returncode >= 0 else 128 - child.returncode)
-        text = _write(found, folder)
-        end_all(os.getpid(), PATIENCE, child.pid)
-        child.wait()
-        watching.close()
+        with _running(command, dumps.environment(os.environ)) as (child, passed_on):
+            found = _watched(child, watching, host, ends)
+            if child.returncode != 0 and not passed_on and (first := ends.words):
+                _say(first)
+            if found is None:
+                code = child.returncode
+                raise typer.Exit(code if code >= 0 else 128 - code)
+            text = _write(found, folder)
+            end_all(os.getpid(), PATIENCE, child.pid)
+            child.wait()
+            watching.close()
     box = Panel(Text(text), title="HangError", title_align="left", border_style="red")
     console.print(box)  # last: launchers have much to say of the signal that ends them
     raise typer.Exit(EXIT_CODE)
+
+
+def _watched(
+    child: subprocess.Popen[bytes], watching: Watch, host: WatchedHost, ends: RankEnds
+) -> Autopsy | None:
+    """Watch the command to its end; an autopsy: it hangs. An error of the watch does not end it."""
+    try:
+        found = _until_it_ends(child, watching, host, ends)
+        if found is None:
+            watching.leave(time.monotonic())
+        return found
+    except Exception as error:
+        _say(f"has failed, and watches no more: {type(error).__name__}: {error}")
+        child.wait()
+        return None
 
 
 def _until_it_ends(
@@ -132,27 +150,34 @@ def _until_it_ends(
     return None
 
 
-def _start(command: Sequence[str], dumps: Dumps) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     try:
-        return subprocess.Popen(command, env=dumps.environment(os.environ), start_new_session=True)
+        return subprocess.Popen(command, env=environment, start_new_session=True)
     except OSError as error:
         raise LaunchError(f"{command[0]!r} cannot be started: {error.strerror}") from None
 
 
 @contextmanager
-def _signals_passed_on(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Pass signals on to the command; gives those that came."""
-    passed_on: list[int] = []
+def _running(
+    command: Sequence[str], environment: Mapping[str, str]
+) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
+    """Start the command, and pass signals on to it; gives it, and those that came."""
+    child: subprocess.Popen[bytes] | None = None
+    came: list[int] = []
 
     def pass_on(number: int, _: object) -> None:
-        passed_on.append(number)
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, number)
+        came.append(number)
+        if child is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, number)
 
     heard = [n for n in _PASSED_ON if signal.getsignal(n) is not signal.SIG_IGN]  # not of nohup
     before = {number: signal.signal(number, pass_on) for number in heard}
     try:
-        yield passed_on
+        child = _start(command, environment)
+        for early in [*came]:
+            os.killpg(child.pid, early)
+        yield child, came
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -173,21 +198,33 @@ def _board(meet: str | None, hosts: int, host_rank: int) -> Board | None:
         raise LaunchError(f"--meet {meet!r} is not HOST:PORT, e.g. node0:29700")
     prefix = f"slipstream/watch/{listen.digest(listen.run_token())}"
     if host_rank != 0:
-        return Board(lambda: _connect(address, int(port)), prefix)
+        return Board(lambda: _connect(address, int(port), prefix), prefix)
     try:
         store = listen.open_store(address, int(port))
     except (RuntimeError, OSError) as error:
         reason = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0]
         raise LaunchError(f"--meet {meet} cannot be used: {reason}; give another one") from error
     listen.admit(store, listen.run_token(), meet)
+    store.set(f"{prefix}/{_VERSION}", __version__)
     return Board(lambda: store, prefix)
 
 
-def _connect(address: str, port: int) -> NoteStore:
+def _connect(address: str, port: int, prefix: str) -> NoteStore:
+    """Connect to the store of host 0.
+
+    Raises:
+        ClusterError: it is another run's, or the watch there is of another version.
+    """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # late: slow to import
 
     store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
     listen.admit(store, listen.run_token(), f"{address}:{port}")
+    theirs = store.get(f"{prefix}/{_VERSION}").decode()
+    if theirs != __version__:
+        raise ClusterError(
+            f"the watch of host 0 is of slipstream {theirs}, this one of {__version__}; install "
+            "the same on all hosts"
+        )
     return store
 
 

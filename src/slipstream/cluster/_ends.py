@@ -41,7 +41,7 @@ class End:
 
     @classmethod
     def read(cls, folder: Path) -> list[End]:
-        """Those noted in a folder of logs so far.
+        """Read the ends that a folder of logs has so far.
 
         A rank that is still ending, or was stopped while it was, counts as one that left.
         """

@@ -28,6 +28,8 @@ TRACEBACK = re.compile(r"^(  \+ Exception Group )?Traceback \(most recent call l
 TRACEBACK_OF_RANK = re.compile(
     rb"^(?:\[rank\d+\]: ?)?(?:  \+ Exception Group )?Traceback \(most", re.M
 )
+LONGEST_START = 64
+"""Bytes; of a line that is longer, such as a progress bar, the rest begins no traceback."""
 HELD_SECONDS = 5.0
 CHAINED = (
     "The above exception was the direct cause of the following exception:",
@@ -141,7 +143,7 @@ class _Tail(threading.Thread):
         super().__init__(daemon=True)
         path.write_bytes(b"")
         self._path, self._ended, self._failed = path, threading.Event(), False
-        self._line = self._held = b""  # what was copied of the last line; what waits
+        self._line = self._held = b""  # the start of the last line that was copied; what waits
         self._since = 0.0
         self.start()
 
@@ -171,7 +173,7 @@ class _Tail(threading.Thread):
         shown = len(text) if start is None else max(start.start(), len(self._line))
         self._copy(text[len(self._line) : shown])
         self._held, self._since = text[shown:], time.monotonic()
-        self._line = text[:shown].rpartition(b"\n")[2]
+        self._line = text[:shown].rpartition(b"\n")[2][:LONGEST_START]
 
     def _release(self) -> None:
         held, self._held, self._line = self._held, b"", b""

@@ -40,11 +40,23 @@ _stores: dict[str, tuple[Store, Iterator[int]]] = {}
 def from_environ() -> Environment:
     """This process's environment: the only place where slipstream reads the launcher's variables.
 
+    Where the script has a process group, that knows the ranks, and variables of a launcher that do
+    not describe them (Lightning's sets no ``RANK``) count as none.
+
+    Raises:
+        ClusterError: there is no group, and the variables describe no usable set of ranks.
+
     Example:
         >>> from_environ().world_size
         1
     """
-    return Environment.read(os.environ, socket.gethostname())
+    host = socket.gethostname()
+    try:
+        return Environment.read(os.environ, host)
+    except ClusterError:
+        if not dist.is_initialized():
+            raise
+        return Environment(host=host)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from slipstream.comm.autograd import apply_collective, apply_with_output, graph_
 from slipstream.comm.collectives import Receive, Send
 from slipstream.comm.groups import Group, member
 from slipstream.comm.signature import Signature, receive_signature, send_signature
-from slipstream.errors import CommError
+from slipstream.errors import CommError, MismatchError
 
 
 @graph_break
@@ -52,6 +52,7 @@ def recv(
 
     Raises:
         CommError: ``source`` is not another rank of the group, or ``like`` is missing.
+        MismatchError: the tensor requires a gradient, and gradients are not enabled here.
         ExchangeError: the other rank does not send within the group's timeout; names it.
     """
     group = _peer_group("recv", source, group)
@@ -60,6 +61,11 @@ def recv(
         signature = receive_signature(source, group)
         if signature.dtype is None:
             raise CommError(f"{name} of {group}, which passes no supported tensor")
+        if signature.requires_grad and not torch.is_grad_enabled():
+            raise MismatchError(
+                f"{name} of {group}, whose tensor requires a gradient, with "
+                "torch.is_grad_enabled() False here; allowed: the same on both ranks"
+            )
         spec = spec_of_signature(signature, like, group, device)
     elif like is None:
         raise CommError(f"{name} of {group}, which has check=False; pass like=")

@@ -11,6 +11,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from slipstream.data.balance.loader import BalancedLoader
+from slipstream.data.own_iteration import iterates_itself
 from slipstream.data.prefetch.loader import PrefetchLoader
 from slipstream.data.prefetch.samplers import FORESEEN
 
@@ -18,7 +19,7 @@ _IN_MEMORY = (list, tuple, range)
 
 
 def certain_length(loader: Any) -> int | None:
-    """The number of batches of the pass that begins now; None: it is not known for certain.
+    """The number of batches of the pass that has begun; None: it is not known for certain.
 
     Example:
         >>> certain_length([1, 2]), certain_length(DataLoader([1, 2, 3], batch_size=2))
@@ -37,11 +38,7 @@ def certain_length(loader: Any) -> int | None:
 
 def _is_plain(loader: DataLoader[Any]) -> bool:
     """Whether it gives what torch's samplers say, of a dataset that is asked by index."""
-    kind = type(loader)
-    own = any(
-        getattr(kind, name) is not getattr(DataLoader, name)
-        for name in ("__iter__", "__len__", "_get_iterator")
-    )
+    own = iterates_itself(loader) or type(loader).__len__ is not DataLoader.__len__
     if own or isinstance(loader.dataset, IterableDataset):
         return False
     outer: Any = loader.batch_sampler

@@ -103,9 +103,12 @@ class Packed:
         used = self.sequences != PADDING
         used = used if counted is None else used & counted
         owner = self.sequences[used]
-        sums = values.new_zeros(self.num_sequences).index_add(0, owner, values[used])
+        is_half = values.dtype in (torch.bfloat16, torch.float16)
+        added = values.float() if is_half else values  # a sum in 16 bits stops to grow
+        sums = added.new_zeros(self.num_sequences).index_add(0, owner, added[used])
         counts = torch.bincount(owner, minlength=self.num_sequences)
-        return sums / counts.clamp(min=1)
+        means = sums / counts.clamp(min=1)
+        return means.to(values.dtype) if is_half else means
 
     @property
     def num_sequences(self) -> int:

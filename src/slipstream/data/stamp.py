@@ -1,7 +1,8 @@
-"""Whether a script has changed a dataset since those who read it got theirs.
+"""Whether a script has changed a dataset, or how batches are put together, since those who read
+got theirs.
 
-Workers have a copy, and what comes next was read before: what a script sets on the dataset between
-two epochs (another transform, a probability in it) would reach neither.
+Workers have a copy, and what comes next was read before: what a script sets between two epochs
+(another transform, a probability in it, another ``collate_fn``) would reach neither.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from types import FunctionType, GenericAlias, ModuleType
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 DEPTH = 4
 """Objects in objects that are looked into."""
@@ -41,6 +43,11 @@ def stamp_of(dataset: Any) -> DatasetStamp:
     stamp: DatasetStamp = []
     _look(dataset, DEPTH, stamp)
     return stamp
+
+
+def stamp_of_batches(loader: DataLoader[Any]) -> DatasetStamp:
+    """Stamp what makes a loader's batches: its dataset and its ``collate_fn``."""
+    return stamp_of(loader.dataset) + stamp_of(loader.collate_fn)
 
 
 def attributes_of(dataset: Any) -> DatasetStamp:

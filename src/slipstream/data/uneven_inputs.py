@@ -262,8 +262,8 @@ class _Pass(Iterator[Any]):
         if self.is_over:
             raise StopIteration
         if self._batches is None:
-            self._length = certain_length(loader._loader)
             self._batches, self._agreement = loader._begin(self)
+            self._length = certain_length(loader._loader)
         if loader._group is None:  # alone, or detached meanwhile
             self._agreement = None
         if self._agreement is not None:

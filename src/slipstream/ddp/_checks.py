@@ -14,10 +14,10 @@ from slipstream.strategy import AdaptiveConfig, CodecConfig, Strategy, Transport
 def checked(
     ddp: nn.Module,
     codec: CodecConfig | str | Mapping[str, object],
-    transport: TransportConfig,
+    transport: TransportConfig | str | Mapping[str, object],
     nonfinite: str | None,
-) -> CodecConfig | None:
-    """The codec of a strategy, after what DDP cannot do with it was refused."""
+) -> tuple[CodecConfig | None, TransportConfig]:
+    """Load codec and transport as a strategy does, and refuse what DDP cannot do with them."""
     if not isinstance(ddp, DistributedDataParallel):
         raise ModelError(
             f"DdpCodec takes a model wrapped in DistributedDataParallel, not a "
@@ -35,12 +35,18 @@ def checked(
             "DdpCodec has no segments, among which adaptive chooses; name the codec "
             f"itself, e.g. {config.codec.kind!r}, or use accelerate()"
         )
-    if transport.searches:
+    way = Strategy.load({"gradients": {"transport": transport}}).gradients.transport
+    if way.searches:
         raise ModelError(
             "DdpCodec cannot search for a transport: DDP does not say when an update is over; "
-            "name one of the others (FlatConfig(), DirectConfig()), or use accelerate()"
+            "name one of the others ('flat', 'direct'), or use accelerate()"
         )
-    return config
+    if not way.whole_gradients:
+        raise ModelError(
+            f"the transport {way.kind} gives each rank a part of the averages, and DDP needs them "
+            "whole; name one of the others ('flat', 'direct'), or use accelerate()"
+        )
+    return config, way
 
 
 def other_parameters(difference: str) -> ModelError:

@@ -40,7 +40,6 @@ from slipstream.gradients.segments import parameters_of
 from slipstream.strategy import (
     CodecConfig,
     DgcConfig,
-    FlatConfig,
     HalfConfig,
     TransportConfig,
     codec_of,
@@ -74,8 +73,8 @@ class DdpCodec:
 
     Raises:
         ModelError: not a DDP model, DGC without an optimizer that it can take over, or
-            ``transport: auto``.
-        StrategyError: no such codec.
+            ``transport: auto`` or ``sharded``.
+        StrategyError: no such codec or transport.
         UsageError: no such ``nonfinite``.
 
     Accumulate under ``ddp.no_sync()``; save ``state_dict()`` on every rank; call ``close()`` before
@@ -105,9 +104,9 @@ class DdpCodec:
         optimizer: torch.optim.Optimizer | None = None,
         loss_scale: Callable[[], float] | None = None,
         nonfinite: Literal["raise", "allow"] | None = None,
-        transport: TransportConfig = FlatConfig(),  # noqa: B008 - a frozen value
+        transport: TransportConfig | str | Mapping[str, object] = "flat",
     ) -> None:
-        config = checked(ddp, codec, transport, nonfinite)
+        config, way = checked(ddp, codec, transport, nonfinite)
         assert isinstance(ddp, DistributedDataParallel)
         trainables = parameters_of(ddp.module, trainable=True)
         # torch tells nowhere else which parameters DDP averages: those that required a gradient
@@ -128,9 +127,14 @@ class DdpCodec:
             raise ModelError("the codec dgc applies momentum: DdpCodec(..., optimizer=...)")
         momenta = self._correction.momenta if self._correction else {}
         self._plan = CompressionPlan(partial(codec_of, config), self._ranks, momenta)
-        group = new_group(members, like=ddp.process_group, members_alone=True)
+        # torch names a group that its members alone make by the number of groups: one that ended
+        # would leave its addresses to the next.
+        self._ends_group = len(members) == dist.get_world_size()
+        alone = not self._ends_group
+        group = new_group(members, like=ddp.process_group, members_alone=alone)
         assert group is not None
-        single = make_transport(transport, group)
+        self._own_group = group
+        single = make_transport(way, group)
         self._channel = Channel(single, [single], next(ddp.parameters()).device)
         self._loss_scale = loss_scale or (lambda: 1.0)
         self._raises = nonfinite == "raise" or (nonfinite is None and loss_scale is None)
@@ -372,19 +376,31 @@ class DdpCodec:
                 f"this state holds what a codec owes to {', '.join(unknown)}, which this model "
                 "does not have; load it into the model that it was saved with"
             )
+        if self._watch is not None:
+            self._watch.forget()
+        if self._correction is not None:
+            self._correction.restored()
         self.step = state["step"]
         self._bucket_bytes = state.get("bucket_bytes", self._bucket_bytes)
         self._states = CodecStates(state["codec"])
         self._lay_out()
 
     def close(self) -> None:
-        """End the thread and give the optimizer its momentum back; DDP must not go on."""
+        """End the thread and, where DDP trains on the whole world, the process group; give the
+        optimizer its momentum back. DDP must not go on. Idempotent."""
+        if self._closed:
+            return
         self._closed = True
         self._channel.close()
         if self._watch is not None:
             self._watch.close()
         if self._correction is not None:
             self._correction.give_back()
+        at_rest = self._channel.arrived and self._backward.error is None
+        is_there = self._own_group in dist.distributed_c10d._world.pg_map
+        if self._ends_group and at_rest and is_there:
+            dist.destroy_process_group(self._own_group)
+        del self._channel, self._own_group  # its connections end with the last reference
 
     def __deepcopy__(self, memo: dict[int, object]) -> "DdpCodec":
         """Itself: a copy of a DDP model, e.g. for an average of weights, has no hook at work."""

@@ -59,7 +59,7 @@ class ChannelsLast:
 
 
 def weights_of_convolutions(model: nn.Module) -> list[nn.Parameter]:
-    """Those of all 2d convolutions, but for those that a parametrization computes.
+    """Find the weights of 2d convolutions, but for those that a parametrization computes.
 
     Raises:
         ModelError: there is none.

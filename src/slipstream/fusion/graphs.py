@@ -25,6 +25,7 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 from slipstream.errors import ModelError
 from slipstream.fusion.regions import regions_of
@@ -125,13 +126,13 @@ class _Block:
     capture: Capture
     graphs: OrderedDict[Any, _Graph] = field(default_factory=OrderedDict)
     failure: str = ""
-    _hooks: list[Any] = field(default_factory=list)
+    _hooks: dict[Tensor, RemovableHandle] = field(default_factory=dict)
 
     def close(self) -> None:
         """Free the graphs."""
         self.graphs.clear()
         while self._hooks:
-            self._hooks.pop().remove()
+            self._hooks.popitem()[1].remove()
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.failure or not self.module.training or not torch.is_grad_enabled():
@@ -162,16 +163,17 @@ class _Block:
             self.failure = str(error).strip().partition("\n")[0]
             return False
         self.graphs[key] = _Graph(replay)
-        if not self._hooks:  # before a gradient becomes the parameter's, which would be static
-            learning = [p for p in self.module.parameters() if p.requires_grad]
-            self._hooks = [p.register_hook(_copied) for p in learning]
+        for p in self.module.parameters():
+            if p.requires_grad and p not in self._hooks:
+                # before a gradient becomes the parameter's, which would be static
+                self._hooks[p] = p.register_hook(_copied)
         if len(self.graphs) > MOST_GRAPHS:
             oldest = next((k for k, graph in self.graphs.items() if graph.needed_by is None), key)
             del self.graphs[oldest]
         return key in self.graphs
 
     def _key(self, leaves: Sequence[Any], spec: Any) -> Any:
-        """All that a graph depends on."""
+        """Collect all that a graph depends on."""
         kinds = [
             (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
             if isinstance(leaf, Tensor)
@@ -254,9 +256,14 @@ def _without_traces(module: nn.Module, run: Callable[[], Any]) -> Any:
 
 
 def _capture_on_cuda(module: nn.Module, samples: tuple[Tensor, ...]) -> Callable[..., Any]:
-    with warnings.catch_warnings():  # torch keeps the results of its own runs before the capture
-        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream", UserWarning)
-        made: Callable[..., Any] = torch.cuda.make_graphed_callables(
-            module, samples, allow_unused_input=True
-        )
+    caches = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # torch captures only so: replays cast weights anew
+    try:
+        with warnings.catch_warnings():  # torch keeps the results of its runs before the capture
+            warnings.filterwarnings("ignore", "The AccumulateGrad node's stream", UserWarning)
+            made: Callable[..., Any] = torch.cuda.make_graphed_callables(
+                module, samples, allow_unused_input=True
+            )
+    finally:
+        torch.set_autocast_cache_enabled(caches)
     return made

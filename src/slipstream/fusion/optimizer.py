@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import lru_cache
 from typing import Any
@@ -121,7 +122,7 @@ class FusedOptimizer:
         stage = PreparedStep([], self._optimizer.state)
         shared: Set[int] = set()
         if self._form == BY_BLOCK:  # what it adds for blocks is not the user's
-            stage = PreparedStep([], self._optimizer.state.copy())
+            stage = PreparedStep([], defaultdict(dict, self._optimizer.state))
             shared = self._memory.of([p for having in with_gradients for p in having])
         known, self._small = self._small, {}
         for number, (group, having) in enumerate(zip(groups, with_gradients, strict=True)):
@@ -302,7 +303,7 @@ def _move_step(parameter: Tensor, state: dict[str, Any]) -> None:
 
 
 def _count_on_host(states: Iterable[Any]) -> None:
-    """As torch's other forms do: on the device, each step would wait for it."""
+    """Keep the count of steps on the host, as torch does: on the device, each would wait for it."""
     for state in states:
         if state and isinstance(step := state.get("step"), Tensor):
             state["step"] = step.cpu()

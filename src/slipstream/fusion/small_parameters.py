@@ -161,6 +161,9 @@ class _Block:
 
     def ends(self, states: States) -> None:
         """Copy values out, and show the parameters their states."""
+        if self.values.data_ptr() != self._places[0].data_ptr():  # the class has set ``data``
+            self.values.data = self.values.data.contiguous()
+            self._places = self._views(self.values)
         torch._foreach_copy_(list(self._parameters), self._places)
         self._return_gradients()
         if self.values in states:

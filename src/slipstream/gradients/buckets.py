@@ -78,12 +78,9 @@ class Bucket(ABC):
         """Whether the sum is finite, on all ranks alike."""
 
     @abstractmethod
-    def finish(self) -> None:
-        """Leave the sum in ``parameter.grad``, or None where no rank had a gradient."""
-
-    def unscale(self, loss_scale: float) -> None:
-        """Divide the sum by a loss scale, after ``finish``; only where it ``may_overflow``."""
-        raise NotImplementedError
+    def finish(self, loss_scale: float) -> None:
+        """Leave the sum in ``parameter.grad``, or None where no rank had a gradient; divided by the
+        loss scale that it still has, if it ``may_overflow``."""
 
 
 class DenseBucket(Bucket):
@@ -201,7 +198,7 @@ class DenseBucket(Bucket):
     def is_finite(self) -> bool:
         return is_finite(self.flat)
 
-    def finish(self) -> None:
+    def finish(self, loss_scale: float) -> None:
         absent: set[int] = set()
         if self._unused:
             used = self._flags.real.tolist() if self._flags.is_complex() else self._flags.tolist()
@@ -213,11 +210,8 @@ class DenseBucket(Bucket):
             torch._foreach_copy_(
                 [self._gradient(slot) for slot in present], [self._views[slot] for slot in present]
             )
-
-    def unscale(self, loss_scale: float) -> None:
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        if gradients and loss_scale != 1.0:
-            torch._foreach_mul_(gradients, 1 / loss_scale)
+        if self.may_overflow and loss_scale != 1.0 and present:
+            torch._foreach_mul_([self._grads[slot] for slot in present], 1 / loss_scale)
 
 
 def scale_into(out: torch.Tensor, gradient: torch.Tensor, scale: torch.Tensor) -> None:
@@ -280,7 +274,9 @@ class SparseBucket(Bucket):
 
     @property
     def nonfinite(self) -> torch.Tensor:
-        return any_infinite(torch.zeros(1) if self._gradient is None else self._gradient._values())
+        if self._gradient is None:
+            return torch.zeros((), dtype=torch.bool, device=self.parameter.device)
+        return any_infinite(self._gradient._values())
 
     def exchange(self, step: int) -> ExchangeSteps:
         """Several requests, as the number of rows differs between ranks."""
@@ -292,7 +288,7 @@ class SparseBucket(Bucket):
     def is_finite(self) -> bool:
         return self._gradient is None or is_finite(self._gradient._values())
 
-    def finish(self) -> None:
+    def finish(self, loss_scale: float) -> None:
         self.parameter.grad, self._gradient = self._gradient, None
 
     def _no_rows(self) -> torch.Tensor:

@@ -263,7 +263,7 @@ class CompressedBucket(DenseBucket):
 
     @property
     def nonfinite(self) -> torch.Tensor:
-        return torch.tensor(not self._is_finite)
+        return torch.tensor(not self._is_finite, device=self.flat.device)
 
     def exchange(self, step: int) -> ExchangeSteps:
         """Several requests."""
@@ -279,8 +279,8 @@ class CompressedBucket(DenseBucket):
     def is_finite(self) -> bool:
         return self._is_finite
 
-    def finish(self) -> None:
-        super().finish()
+    def finish(self, loss_scale: float) -> None:
+        super().finish(loss_scale)
         if self._shards is None:
             return
         for parameter in self.parameters:

@@ -43,6 +43,7 @@ from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.gradients.messages import (
     backward_repeated,
     exchange_failed,
+    gradient_behind_average,
     gradient_outside,
     gradient_repeated,
     gradient_taken,
@@ -180,7 +181,8 @@ class Engine(GradientEngine):
             raise out_of_step(self._failure)
         if exchange and self._averaged and self._compresses:
             raise backward_repeated()
-        self._untouched.check_sums()
+        if self._untouched.check_sums() and self._shards is not None:
+            self._shards.clear()  # averages to which these sums would have been added
         if RemovableHandle.next_id != self._next_hook:
             self._come_last()
         thawed = [t.name for t in self._frozen if t.parameter.requires_grad]
@@ -471,8 +473,11 @@ class Engine(GradientEngine):
     def _on_unfilled(self, backward: _Backward | None, index: int, parameter: torch.Tensor) -> None:
         """A gradient that is not copied now: observed, left for ``end``, or a mistake."""
         if backward is None:
+            name = self._trainables[index].name
             if not self._local_only:
-                raise gradient_outside(self._trainables[index].name)
+                raise gradient_outside(name)
+            if self._averaged and not self._undone:
+                raise gradient_behind_average(name)
             self._untouched.forget_sums()
         elif backward.observer is not None:
             if parameter.grad is None:
@@ -528,9 +533,7 @@ class Engine(GradientEngine):
             self._found.append(bucket.nonfinite)
         if checks_finite and not bucket.is_finite:
             self.overflowed = True
-        bucket.finish()
-        if bucket.may_overflow:
-            bucket.unscale(backward.loss_scale)
+        bucket.finish(backward.loss_scale)
 
     def _first_layout(self) -> GradientLayout:
         observer = self._observer or Observer(len(self._trainables))

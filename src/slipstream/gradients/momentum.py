@@ -72,7 +72,7 @@ class MomentumCorrection:
 
     Attributes:
         momenta: what DGC applies, by parameter.
-        buffers: states of codecs to begin with, by parameter.
+        buffers: states of codecs to begin with, by parameter; none after an update.
     """
 
     def __init__(
@@ -121,6 +121,7 @@ class MomentumCorrection:
         """
         self.check_loads()
         self._unused.clear()
+        self.buffers = {}
         for group in self._optimizer.param_groups:
             applied = self._applied_in(group)
             if applied is None:

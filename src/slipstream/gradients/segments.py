@@ -163,7 +163,7 @@ class GradientLayout:
 
     @property
     def compressors(self) -> Iterator[NamedCompressor]:
-        """Those of all buckets that a codec compresses."""
+        """The compressors of all buckets that a codec compresses."""
         for segment in self.segments:
             for bucket in segment.buckets:
                 if isinstance(bucket, CompressedBucket):

@@ -105,9 +105,11 @@ class ShardBucket(Bucket):
     def is_finite(self) -> bool:
         return is_finite(self._sums)
 
-    def finish(self) -> None:
+    def finish(self, loss_scale: float) -> None:
         if self._averages is not self._sums:
             self._averages.copy_(self._sums)
+        if self.may_overflow and loss_scale != 1.0:
+            self._averages.mul_(1 / loss_scale)
         used = [True] * len(self.parameters)
         if self._unused:
             flags = self._sums[self._columns[-1].stop :]
@@ -116,10 +118,6 @@ class ShardBucket(Bucket):
             shape = self._shards.shape(parameter)
             average = self._averages[columns][: shape.numel()].view(shape)
             self._shards.deliver(parameter, average if is_used else None)
-
-    def unscale(self, loss_scale: float) -> None:
-        if loss_scale != 1.0:
-            self._averages.mul_(1 / loss_scale)
 
 
 def in_shards(

@@ -55,7 +55,7 @@ class Workspace:
         self._taken = 0
 
     def begin(self, num_bytes: int = 0) -> None:
-        """Take memory from the start again, of which there shall be at least ``num_bytes``."""
+        """Reuse the memory from its start; grow it to ``num_bytes``."""
         self._taken = 0
         if num_bytes > len(self._memory):
             self._memory = self._memory.new_zeros(num_bytes)

@@ -36,20 +36,23 @@ class Untouched:
         """Let them change: they came outside of a backward pass of the session."""
         self._sums = []
 
-    def check_sums(self) -> None:
+    def check_sums(self) -> bool:
         """Refuse sums that were changed inside a window: clipped, say, by a norm that is another
-        one on each rank.
+        one on each rank; return whether they were zeroed instead, all of them.
 
         Raises:
             UsageError: names the parameter.
         """
         sums, self._sums = self._sums, []
+        zeroed = 0
         for trainable, before, version in sums:
             now = trainable.parameter.grad
-            if now is None or (now is before and now._version == version):
+            if now is before and now._version == version:
                 continue
-            if (now._values() if now.is_sparse else now).any():  # else they begin anew
+            if now is not None and (now._values() if now.is_sparse else now).any():
                 raise sum_changed(trainable.name)
+            zeroed += 1
+        return 0 < zeroed == len(sums)
 
     def note_averages(self) -> None:
         """Remember the gradients: they are averages with momentum."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -24,24 +25,27 @@ def average_state(
         state: of the optimizer.
         average: over ranks, in place.
     """
-    found = [
-        piece.of(value)
+    named = {
+        (piece.name, piece.first, key): piece.of(value)
         for piece in meeting.fragment.pieces
         for key, value in sorted(state.get(piece.parameter, {}).items())
         if isinstance(value, torch.Tensor)
         and key not in COUNTERS
-        and value.is_floating_point()
+        and (value.is_floating_point() or value.is_complex())
         and value.shape == piece.parameter.shape
-    ]
+    }
+    found = [*named.values()]
     parts = [value.reshape(-1).to(meeting.dtype) for value in found]
     flat = torch.cat([torch.empty(0, dtype=meeting.dtype, device=meeting.device), *parts])
     # where one rank's is not finite, all keep their own
     own = len(flat) if is_finite(flat) else 0
-    halves = torch.tensor(divmod(own, 2**24), dtype=torch.float64, device=meeting.device)
-    means = torch.cat([halves, halves**2])  # exact
+    # a rank keeps nothing of a parameter that it has not used yet
+    what = crc32(repr([*named]).encode())
+    halves = [*divmod(own, 2**24), *divmod(what, 2**16)]
+    numbers = torch.tensor(halves, dtype=torch.float64, device=meeting.device)
+    means = torch.cat([numbers, numbers**2])  # exact
     average(means)
-    # ranks that have not updated yet keep nothing: then there is nothing to average
-    if not own or not torch.equal(means[:2] ** 2, means[2:]):
+    if not own or not torch.equal(means[:4] ** 2, means[4:]):
         return
     average(flat)
     for value, part in zip(found, flat.split([v.numel() for v in found]), strict=True):

@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -47,8 +48,8 @@ class Flight:
         due: the update after which it is merged.
         change: of this rank, then the mean over ranks.
         sent: this rank's parameters when it was sent.
-        buffers: of this rank, then the mean over ranks.
-        own_buffers: of this rank.
+        buffers: what this rank offers, then what all share.
+        own_buffers: what this rank offers.
         weights: of this rank's change: its updates, and whether it is finite.
         totals: the sums of these over ranks.
         lost: whether this rank's change was not finite.
@@ -95,6 +96,10 @@ class Meeting:
         self.dtype = widest if widest.itemsize >= 4 else torch.float32
         self._home = torch.device("cpu") if config.offload else self.device
         self.outer = torch.zeros(fragment.num_values, dtype=self.dtype, device=self._home)
+        named = [model.get_buffer(name) for name in fragment.buffers]
+        self._lengths = [buffer.numel() for buffer in named]
+        wide = any(buffer.dtype == torch.float64 for buffer in named)
+        self._buffer_dtype = torch.float64 if wide else torch.float32
         self.buffers = self.read_buffers()
         self.take_outer()
         self._optimizer = torch.optim.SGD(
@@ -164,8 +169,30 @@ class Meeting:
                     "over ranks, so its size must stay: keep what grows in a plain attribute of "
                     "the module"
                 )
-        flat = [buffer.detach().reshape(-1).to(self.dtype) for buffer in named]
-        return torch.cat([torch.empty(0, dtype=self.dtype, device=self.device), *flat])
+        flat = [buffer.detach().reshape(-1).to(self._buffer_dtype) for buffer in named]
+        return torch.cat([torch.empty(0, dtype=self._buffer_dtype, device=self.device), *flat])
+
+    def offer_buffers(self) -> torch.Tensor:
+        """Copy this rank's buffers, and after them a 1 for each that is not what all share."""
+        own = self.read_buffers()
+        parts = (~_same(own, self.buffers)).split(self._lengths)
+        return torch.cat([own, *(part.any().to(own.dtype).view(1) for part in parts)])
+
+    def agreed_buffers(self, mean: torch.Tensor) -> torch.Tensor:
+        """Take buffers out of a mean of offers; one that no rank has changed keeps its bits, as
+        means round, and of a mask of infinite values there is none."""
+        values, changed = mean.split([len(self.buffers), len(self._lengths)])
+        parts = zip(values.split(self._lengths), self.buffers.split(self._lengths), strict=True)
+        flags = zip(parts, (changed != 0).tolist(), strict=True)
+        agreed = [new if flag else old for (new, old), flag in flags]
+        return torch.cat([self.buffers[:0], *agreed])
+
+    def can_meet(self, values: torch.Tensor, offer: torch.Tensor) -> bool:
+        """Whether parameters, or a change of them, and an offer of buffers are finite; of these but
+        for what all share."""
+        buffers = self.agreed_buffers(offer)
+        known = _same(buffers, self.buffers)
+        return is_finite(values) and bool((buffers.isfinite() | known).all())
 
     def write_buffers(self, flat: torch.Tensor) -> None:
         """Set this rank's buffers."""
@@ -187,12 +214,12 @@ class Meeting:
         """
         sent = self.read()
         change = self.outer.to(self.device) - sent
-        buffers = self.read_buffers()
+        buffers = self.offer_buffers()
         self._island.average(buffers)
-        lost = not (is_finite(change) and is_finite(buffers))
+        lost = not self.can_meet(change, buffers)
         if lost:
             change.zero_()
-            buffers.copy_(self.buffers)
+            buffers.zero_()
         weights = torch.zeros(2, dtype=torch.float64, device=self.device)
         weights[0], weights[1] = (not lost) * weight, not lost
         weights *= len(self._island.ranks)
@@ -224,8 +251,6 @@ class Meeting:
             yield AllReduce(total)
         flight.change.mul_(float(weights[0] / total[0].clamp(min=1)))
         flight.buffers.mul_(float(weights[1] / total[1].clamp(min=1)))
-        if not total[1]:
-            flight.buffers.copy_(self.buffers)
         if not several:
             return
         if self._compressor is None:
@@ -260,10 +285,11 @@ class Meeting:
 
     def landed(self) -> None:
         """Hand on to the ranks of this island what came back."""
-        if self.flight is not None:
-            for values in (self.flight.change, self.flight.buffers, self.flight.totals):
+        flight = self.flight
+        if flight is not None and not flight.done:
+            for values in (flight.change, flight.buffers, flight.totals):
                 self._island.hand_on(values)
-            self.flight.done = True
+            flight.buffers, flight.done = self.agreed_buffers(flight.buffers), True
 
     def merge(self, reset: Callable[[nn.Parameter], None]) -> None:
         """End a meeting whose exchange is done.
@@ -305,6 +331,14 @@ class Meeting:
 
     # State.
 
+    @property
+    def _names(self) -> list[str]:
+        """Names, in order, of what lies in the flat tensors of a state."""
+        rows = (
+            p.name if p.is_whole else f"{p.name}[{p.first}:{p.last}]" for p in self.fragment.pieces
+        )
+        return [*rows, *self.fragment.buffers]
+
     def fits(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
         """Whether `state` and a rank's `rank_state` are of one moment."""
         return all(own.get(key, state[key]) == state[key] for key in ("done", "due"))
@@ -316,6 +350,7 @@ class Meeting:
         return {
             "done": self.done,
             "counted": self.counted,
+            "names": self._names,
             "outer": self.outer.clone(),
             "momentum": None if momentum is None else momentum.clone(),
             "buffers": self.buffers.clone(),
@@ -341,6 +376,14 @@ class Meeting:
 
     def refusal(self, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> str | None:
         """Why this is not the state of this fragment; None: it is."""
+        if (names := [*state.get("names", self._names)]) != self._names:
+            mine, theirs = next(
+                pair for pair in zip_longest(self._names, names) if pair[0] != pair[1]
+            )
+            return (
+                f"local.meetings have {theirs} where this model has {mine}; allowed: the same in "
+                "the same order, or session.restore({'model': ...}), which begins new rounds"
+            )
         like = {"outer": self.outer, "momentum": self.outer, "buffers": self.buffers}
         if state["due"] is not None:
             like |= {"mean": self.outer, "mean_buffers": self.buffers}
@@ -369,12 +412,19 @@ class Meeting:
                 state[key].to(self.device, copy=True) for key in ("mean", "mean_buffers", "totals")
             )
             lost = own is not None and own["lost"]
-            self.flight = Flight(state["due"], mean, sent, buffers, buffers, totals, totals, lost)
-        if self._compressor is not None and own is not None and own["codec"]:
-            self._compressor.load(own["codec"])
+            due = state["due"]
+            self.flight = Flight(due, mean, sent, buffers, buffers, totals, totals, lost, done=True)
+        if self._compressor is not None:
+            left_out = own["codec"] if own is not None else []
+            self._compressor.load(left_out or [{} for _ in self._compressor.slots])
 
     @cached_property
     def sent_bytes(self) -> int:
         """Bytes of a change, as its codec sends it."""
         pieces = [piece.values.to(self.dtype) for piece in self.fragment.pieces]
         return sum(wire_bytes(self._config.codec, piece) for piece in pieces)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Whether values are equal, or both NaN."""
+    return (a == b) | (a.isnan() & b.isnan())

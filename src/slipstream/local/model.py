@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from slipstream.errors import UsageError
 from slipstream.local.training import LocalTraining
 from slipstream.parallel.whole_model import WholeModel
+from slipstream.pytree import mapped
 
 KEY = "local"
 """The entry of a rank's part in what ``checkpoint(sharded=True)`` returns as optimizer."""
@@ -35,7 +37,9 @@ class LocalModel(WholeModel):
         assert self.training is not None
         with self.training.evaluating():
             state = super().full_state_dict()
-            return {key: _copied(value) for key, value in state.items()}
+            memo: dict[int, Any] = {}  # by which tensors that share memory still do
+            copied: dict[str, Any] = mapped(state, lambda tensor: deepcopy(tensor, memo))
+            return copied
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin anew from these parameters, on every rank."""
@@ -54,6 +58,7 @@ class LocalModel(WholeModel):
     def load_full_optimizer_state_dict(self, state: dict[str, Any]) -> None:
         """Load this rank's part, if the state has those of all ranks, else a state for all."""
         assert self.training is not None
+        self.training.own_state = None
         parts = state.get(KEY)
         if not isinstance(parts, list):  # a state for all, or one rank's part, which is refused
             super().load_full_optimizer_state_dict(state)
@@ -89,7 +94,3 @@ def joined_ranks(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "ranks of the saved run, once each; pass all files that it saved"
         )
     return {KEY: by_rank}
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value

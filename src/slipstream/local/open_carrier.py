@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pickle import UnpicklingError
 from typing import Any, Protocol
+from zlib import crc32
 
 import torch
 
@@ -17,7 +18,6 @@ from slipstream.codecs.compressor import is_finite
 from slipstream.errors import ExchangeError, ModelError
 from slipstream.local.carrier import Exchange
 from slipstream.local.rendezvous import Rendezvous, View
-from slipstream.pytree import tensors
 from slipstream.strategy import FlatConfig
 from slipstream.transport.channel import Label
 from slipstream.transport.flat import FlatTransport
@@ -34,7 +34,7 @@ class Resident(Protocol):
     """A training, which lives on an island."""
 
     def save(self) -> Mapping[str, Any]:
-        """All that another island needs in order to take part; nothing is on its way."""
+        """Collect all that another island needs in order to take part; nothing is on its way."""
 
     def settle(self, state: Mapping[str, Any], *, again: bool) -> None:
         """Go on from another island's state; ``again``: with what this one has done since."""
@@ -259,12 +259,13 @@ class _Welcome:
         for part in self._content.split(PART):  # each within the time limit
             yield Broadcast(part)
         # islands whose optimizers keep other things than the first one's keep out of the mean
-        like = _values(self._received() if self._is_new else self._own)
-        first = torch.tensor([len(like)])
+        kept = _floats(self._received() if self._is_new else self._own)
+        like, layout = _values(kept), _layout(kept)
+        first = torch.tensor([len(like), layout])
         yield Broadcast(first)
-        takes_part = not self._is_new and len(like) == int(first) and is_finite(like)
-        counts = torch.tensor([float(takes_part)])
-        self._mean = like if counts else torch.zeros(int(first), dtype=like.dtype)
+        same = first.tolist() == [len(like), layout]
+        counts = torch.tensor([float(not self._is_new and same and is_finite(like))])
+        self._mean = like if counts else torch.zeros(int(first[0]), dtype=like.dtype)
         yield AllReduce(counts)
         for part in self._mean.split(PART // self._mean.itemsize):
             yield AllReduce(part)
@@ -289,20 +290,35 @@ class _Welcome:
         start = 0
         if not self._mean.isfinite().all():  # of nobody
             return state
-        for value in _floats(state):
+        for value in _floats(state).values():
             part = self._mean[start : start + value.numel()]
             value.copy_(part.view(value.shape))
             start += value.numel()
         return state
 
 
-def _floats(state: Mapping[str, Any] | None) -> list[torch.Tensor]:
-    """List what an optimizer keeps for each value."""
+def _floats(state: Mapping[str, Any] | None) -> dict[tuple[int, str], torch.Tensor]:
+    """Name what an optimizer keeps for each value, in one order on all islands: an optimizer has
+    its parameters in the order in which they got a state."""
     assert state is not None
     kept = state["optimizer"]["state"]
-    return [value for value in tensors(kept) if value.is_floating_point() and value.dim()]
+    pairs = [
+        ((index, key), kept[index][key]) for index in sorted(kept) for key in sorted(kept[index])
+    ]
+    return {
+        name: torch.view_as_real(value) if value.is_complex() else value
+        for name, value in pairs
+        if isinstance(value, torch.Tensor)
+        and value.dim()
+        and (value.is_floating_point() or value.is_complex())
+    }
 
 
-def _values(state: Mapping[str, Any] | None) -> torch.Tensor:
-    flat = [value.detach().cpu().reshape(-1).float() for value in _floats(state)]
+def _layout(kept: Mapping[tuple[int, str], torch.Tensor]) -> int:
+    """Compute a checksum of what is kept for which parameter."""
+    return crc32(repr([(name, tuple(value.shape)) for name, value in kept.items()]).encode())
+
+
+def _values(kept: Mapping[tuple[int, str], torch.Tensor]) -> torch.Tensor:
+    flat = [value.detach().cpu().reshape(-1).float() for value in kept.values()]
     return torch.cat([torch.empty(0), *flat])

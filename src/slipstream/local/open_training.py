@@ -44,14 +44,17 @@ class OpenTraining(LocalTraining):
         carrier = self._exchanges.carrier
         assert isinstance(carrier, OpenCarrier)
         carrier.resident = self
-        shapes = [(t.name, tuple(t.parameter.shape)) for t in self._trained]
+        met = {t.name: t.parameter for t in self._trained}
+        named = {**met, **dict(self._model.named_buffers())}
+        shapes = [(name, str(value.dtype), tuple(value.shape)) for name, value in named.items()]
         own = self._config.model_copy(update={"rendezvous": None}).document(full=True)
-        carrier.same("strategy local or model", repr((own, shapes)))
+        optimizer = type(self._optimizer).__name__
+        carrier.same("strategy local, model or optimizer", repr((own, shapes, optimizer)))
         carrier.join()
         with torch.no_grad():
             self._take_turn()
 
-    def check_restore(self) -> None:
+    def check_restore(self, verb: str) -> None:
         """Refuse to restore what other jobs do not have.
 
         Raises:
@@ -59,9 +62,9 @@ class OpenTraining(LocalTraining):
         """
         if self.updates:
             raise UsageError(
-                f"restore() at update {self.updates} of jobs that come and go: this one has their "
+                f"{verb}() at update {self.updates} of jobs that come and go: this one has their "
                 "state, and they would not have this; write: if session.updates == 0: "
-                "session.restore(...), and let all jobs of a start restore the same"
+                f"session.{verb}(...), and let all jobs of a start restore the same"
             )
 
     def save(self) -> dict[str, Any]:
@@ -85,7 +88,9 @@ class OpenTraining(LocalTraining):
             if flight is not None and flight.done:  # the others have merged it
                 base = flight.sent
             lags.append(base - meeting.read())
+        weights = self._weights
         self.load(state["session"]["local"], self.updates)
+        self._weights = weights
         for meeting, lag in zip(self._meetings, lags, strict=True):
             meeting.write(meeting.outer.to(meeting.device) - lag)
 

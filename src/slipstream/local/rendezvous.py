@@ -44,7 +44,7 @@ DEAD = 4.0
 LOOK = 0.05
 """Seconds from one look at the store to the next, while waiting."""
 JOIN = timedelta(minutes=10)
-"""For the jobs that begin together, and for a newcomer until it is admitted."""
+"""For the jobs that begin together, until enough have come."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Rendezvous:
     # Views.
 
     def join(self, *, trained: bool) -> View:
-        """Ask to join; return when the islands have admitted this one.
+        """Ask to join; return when the islands have admitted this one, which they do at a meeting.
 
         Where none of these is left, one that has ``trained`` goes on by itself.
 
@@ -195,10 +195,16 @@ class Rendezvous:
             beats: dict[int, tuple[bytes, float]] = {}
             while not self._store.check([f"admitted/{self.island}"]):
                 asked = self._store.add("asked", 0)
-                view = self._newest()
+                over, view = self._store.check(["over"]), self._newest()
                 if view is None:
                     self._begin(asked, beats)
-                elif all(self._is_dead(island, beats, time.monotonic()) for island in view.islands):
+                    if time.monotonic() > until:
+                        raise ClusterError(
+                            f"too few jobs have come to {self._config.store} in "
+                            f"{JOIN.total_seconds():g} s: {asked} have asked to join, "
+                            f"local.rendezvous.at_least is {self._config.at_least}"
+                        )
+                elif self._all_dead(view, beats) and (trained or not over):
                     if not trained:
                         raise ClusterError(
                             f"all islands at {self._config.store} are gone, with what they have "
@@ -207,15 +213,9 @@ class Rendezvous:
                     alone = View(view.number + 1, (self.island,), (0,), (), asked)
                     if self.open(alone).islands == alone.islands:
                         return alone
-                elif self._store.check(["over"]):
+                elif over:
                     raise ClusterError(
                         f"the run at {self._config.store} has ended; start a new store for another"
-                    )
-                elif time.monotonic() > until:
-                    raise ClusterError(
-                        f"nobody has admitted this island at {self._config.store} in "
-                        f"{JOIN.total_seconds():g} s: {asked} have come, "
-                        f"local.rendezvous.at_least is {self._config.at_least}"
                     )
                 time.sleep(LOOK)
             number = int(self._store.get(f"admitted/{self.island}"))
@@ -228,6 +228,10 @@ class Rendezvous:
         first = all(island in gone for island in range(1, self.island))
         if first and asked - len(gone) >= self._config.at_least:
             self.open(View.first(asked, gone))
+
+    def _all_dead(self, view: View, beats: dict[int, tuple[bytes, float]]) -> bool:
+        now = time.monotonic()
+        return all(self._is_dead(island, beats, now) for island in view.islands)
 
     def _newest(self) -> View | None:
         """The last view that was opened."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -13,7 +12,6 @@ import torch
 from torch import nn
 
 from slipstream.codecs import Ranks
-from slipstream.codecs.compressor import is_finite
 from slipstream.errors import ExchangeError, UsageError
 from slipstream.gradients.segments import NamedParameter
 from slipstream.local.carrier import Carrier, Exchange
@@ -24,8 +22,10 @@ from slipstream.local.inner_state import average_state
 from slipstream.local.island import Island
 from slipstream.local.meeting import Flight, Meeting
 from slipstream.local.pace import Pace
+from slipstream.local.saved_state import check_settings, own_part
 from slipstream.local.schedule import MeetingSchedule
 from slipstream.precision.model_precision import ModelPrecision
+from slipstream.pytree import mapped
 from slipstream.strategy import LocalConfig, Row
 from slipstream.strategy.local import CHOSEN
 from slipstream.trace.event import meeting_span
@@ -73,6 +73,8 @@ class LocalTraining:
         self._model, self._optimizer = model, optimizer
         self._norms = norms and recorder is not None
         self._trained, self.ranks, self._engine = tuple(trained), ranks, engine
+        known = {t.parameter for t in trained}
+        self._frozen = [(name, p) for name, p in model.named_parameters() if p not in known]
         self._precision = precision
         device = self._trained[0].parameter.device
         self._exchanges = IslandExchanges(
@@ -83,6 +85,8 @@ class LocalTraining:
         self._undecided, self._why = config.auto, ""
         self.updates = 0
         self._clock = 0  # of the schedule, the same on all ranks: it stops for slower ones
+        self._sent_ahead = False  # the last update is counted, and not merged yet
+        self._fresh = True  # a script may load the model that the first round begins with
         self.evaluates = False
         self._versions = self._present_versions()  # of parameters, after the last update
         self.own_state: Mapping[str, Any] | None = None
@@ -118,6 +122,11 @@ class LocalTraining:
         """Whether ``auto`` is still to choose."""
         return self._undecided
 
+    @property
+    def in_use(self) -> LocalConfig | None:
+        """The meetings of ranks; None: ``auto`` has not chosen yet, or none."""
+        return None if self._config.auto else self._config
+
     def decide(self, config: LocalConfig | None, reason: str) -> None:
         """Take over what ``auto`` has chosen, where an update ends; None: gradients are averaged to
         the end.
@@ -148,12 +157,10 @@ class LocalTraining:
         if self._exchanges.failure is not None:
             raise ExchangeError(self._exchanges.failure)
         self.check_outside("backward")
-        # a rank that was saved where it waited for the first meeting has trained already
-        if not self.warms_up and self.updates == self._config.warm_up and not any(self._weights):
-            self._begin()  # a script may have loaded a model until now
-        known = {t.parameter for t in self._trained}
-        for name, p in self._model.named_parameters():
-            if p.requires_grad and p not in known:
+        self._take_outer()
+        self._fresh = self._fresh and self.warms_up
+        for name, p in self._frozen:
+            if p.requires_grad:
                 raise UsageError(
                     f"parameter {name} was frozen at accelerate() and trains now: no meeting "
                     "averages it; close() the session, thaw it, and accelerate() again"
@@ -178,15 +185,32 @@ class LocalTraining:
         Raises:
             ExchangeError: another rank is gone.
         """
-        self._count(worked)
+        if self._sent_ahead:
+            self._sent_ahead = False
+            self._merge(lambda flight: flight.due <= self._clock)
+        else:
+            self._count(worked)
         self._versions = self._present_versions()
+
+    @torch.no_grad()
+    def send_ahead(self, worked: bool) -> None:
+        """Send what is due after an update while a graph waits for its backward, if nothing must be
+        merged before; `updated` follows. Others wait for it, and this rank may need a word of them
+        in its backward pass: who has a batch."""
+        merges = any(meeting.flight is not None for meeting in self._meetings)
+        carrier = self._exchanges.carrier
+        comes_and_goes = carrier is not None and not carrier.fixed
+        if not (self._sent_ahead or self.warms_up or merges or comes_and_goes):
+            self._sent_ahead = True
+            self._count(worked)
 
     def _count(self, worked: bool) -> None:
         self.updates += 1
         if self.warms_up:
             return
         if self.updates == self._config.warm_up:
-            self._begin()
+            self._take_outer()
+            self._engine.leave(True)
             return
         for number in range(len(self._weights)):
             self._weights[number] += worked
@@ -222,14 +246,15 @@ class LocalTraining:
             return
         for number in self._due:
             self._send(number)
-        self._merge(lambda flight: flight.due <= self._clock)
+        if not self._sent_ahead:
+            self._merge(lambda flight: flight.due <= self._clock)
 
     @torch.no_grad()
-    def _begin(self) -> None:
-        """The warm-up is over: all ranks have the same parameters."""
-        for meeting in self._meetings:
-            meeting.take_outer()
-        self._engine.leave(True)
+    def _take_outer(self) -> None:
+        """Begin with what the model has now, if no round has begun since it was loaded."""
+        if self._fresh and not self.warms_up:
+            for meeting in self._meetings:
+                meeting.take_outer()
 
     def _send(self, number: int) -> None:
         meeting, weight = self._meetings[number], self._weights[number]
@@ -299,18 +324,21 @@ class LocalTraining:
 
     @property
     def all_updates(self) -> int:
-        """Updates of all ranks together that meetings have averaged."""
-        first = min(self.updates, self._config.warm_up) * self.ranks.count
+        """Updates of all ranks together that meetings have averaged; after the last meeting of all
+        ranks each one counts its own, too."""
+        return self._met_updates + (self._weights[0] if self._pace.last_round else 0)
+
+    @property
+    def _met_updates(self) -> int:
         if self._config.auto:
             return self.updates * self.ranks.count
-        # after the last meeting of all ranks each one counts its own
-        own = self._weights[0] if self._pace.last_round else 0
-        return first + own + (self._meetings[0].counted if self._meetings else 0)
+        first = min(self.updates, self._config.warm_up) * self.ranks.count
+        return first + (self._meetings[0].counted if self._meetings else 0)
 
     @property
     def common_updates(self) -> int:
         """Updates as all ranks count them alike."""
-        return self.all_updates if self._config.stretch else self.updates
+        return self._met_updates if self._config.stretch else self.updates
 
     # The outer parameters.
 
@@ -320,6 +348,7 @@ class LocalTraining:
         if self.warms_up or self.evaluates:
             yield
             return
+        self._take_outer()
         versions = self._present_versions()
         with torch.no_grad():
             parameters = [*self._model.parameters()]
@@ -387,6 +416,7 @@ class LocalTraining:
         """State that all ranks have alike: outer parameters, momentum, means not merged yet; but
         for the number of updates under ``stretch``."""
         self._settle_down()
+        self._take_outer()
         return {
             "updates": self._position,
             "config": self._config.document(full=True),
@@ -398,7 +428,7 @@ class LocalTraining:
         """State that this rank has alone, its model included."""
         self.check_outside("checkpoint")
         self._settle_down()
-        model = {k: v.clone() for k, v in self._model.state_dict().items()}
+        model = mapped(dict(self._model.state_dict()), torch.Tensor.clone)
         own = [meeting.rank_state() for meeting in self._meetings]
         scale = self._precision.state_dict()
         return {"model": model, "weights": [*self._weights], "meetings": own, "loss_scale": scale}
@@ -416,6 +446,7 @@ class LocalTraining:
         """
         self.check_outside("restore")
         self._exchanges.land()  # a thread still writes into what is replaced
+        own, self.own_state = self.own_state, None
         saved = None if state is None else LocalConfig.model_validate(state["config"])
         if state is not None and saved is not None and self._config.auto:
             if state.get("settled") or not saved.auto:  # the saved run has chosen already
@@ -423,58 +454,30 @@ class LocalTraining:
             if not saved.auto:
                 self._take_over(saved, saved.warm_up)
         if state is None or saved is None or saved.auto or state["updates"] < saved.warm_up:
-            self.updates = steps if state is None else state["updates"]
-            self._clock = max(self.updates - self._config.warm_up, 0)
-            self._pace.waited = None
-            self.own_state = None  # ranks that average gradients have all in common
+            self._go_to(steps if state is None else state["updates"])  # all is in common
             self.parameters_loaded()
-            self._engine.leave(not self.warms_up)
-            return
-        if saved.fragments != self._config.fragments:
-            raise UsageError(
-                f"this state has local.fragments {saved.fragments}, this run "
-                f"{self._config.fragments}; "
-                "allowed: the same, or session.restore({'model': ...}), which begins new rounds"
-            )
-        if state["updates"] < self._config.warm_up:
-            raise UsageError(
-                f"this state has met already, with local.warm_up {saved.warm_up}, and this run "
-                f"would warm up until update {self._config.warm_up}; allowed: at most "
-                f"{state['updates']}"
-            )
-        self.updates = state["updates"]
-        self._clock = max(self.updates - self._config.warm_up, 0)
+        else:
+            check_settings(state, saved, self._config)
+            own = own_part(state, own, self._meetings, self.island.name)
+            self._go_to(state["updates"])
+            self._load_meetings(state, own)
+        self._engine.leave(not self.warms_up)
+
+    def _go_to(self, updates: int) -> None:
+        """Count on from so many updates of the run; no word of this rank is on its way."""
+        self.updates = updates
+        self._clock = max(updates - self._config.warm_up, 0)
         self._pace.waited = None
-        own, self.own_state = self.own_state, None
-        for part in (state, own or state):
-            if len(part["meetings"]) != len(self._meetings):
-                raise UsageError(
-                    f"this state has {len(part['meetings'])} local.meetings; allowed: one for each "
-                    f"of {len(self._meetings)} fragments"
-                )
-        pairs = [*zip(self._meetings, state["meetings"], strict=True)]
-        for number, (meeting, shared) in enumerate(pairs):
-            if problem := meeting.refusal(shared, own and own["meetings"][number]):
-                raise UsageError(f"this state is another model's: {problem}")
-        if own is not None and not all(
-            meeting.fits(shared, mine)
-            for (meeting, shared), mine in zip(pairs, own["meetings"], strict=True)
-        ):
-            own = None
-            warnings.warn(
-                f"{self.island.name} was at another meeting than rank 0 when this state was saved, "
-                "as ranks of different speed are: it goes on from the outer parameters; save where "
-                "session.all_updates has changed",
-                stacklevel=4,
-            )
+
+    def _load_meetings(self, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        self._fresh, self._weights = False, [0] * len(self._meetings)
         if own is not None:
             self._model.load_state_dict(own["model"])
             self._weights = [*own["weights"]]
             self._precision.load_state_dict(own["loss_scale"])
-        parts: Sequence[Any] = own["meetings"] if own else [None] * len(self._meetings)
+        parts = own["meetings"] if own else [None] * len(self._meetings)
         for meeting, shared, mine in zip(self._meetings, state["meetings"], parts, strict=True):
             meeting.load(shared, mine)
-        self._engine.leave(not self.warms_up)
         self._versions = self._present_versions()
 
     @torch.no_grad()
@@ -482,11 +485,11 @@ class LocalTraining:
         """The model was loaded from elsewhere: it is what all ranks begin with."""
         self.check_outside("restore")
         self._exchanges.land()
-        self._weights = [0] * len(self._meetings)
+        self._weights, self.own_state, self._fresh = [0] * len(self._meetings), None, True
         for meeting in self._meetings:
             meeting.begin_anew()
 
-    def check_restore(self) -> None:
+    def check_restore(self, verb: str) -> None:
         """Refuse a state that others would not have; ranks of one job restore together."""
 
     # The handle.
@@ -498,9 +501,11 @@ class LocalTraining:
         A collective. The last, partial round is no step of the outer optimizer, whose momentum
         would count as if it were a whole one.
         """
-        if self.failed or self.warms_up or not self.updates:
+        # others wait for a word of a rank of another speed, though it has made no update
+        if self.failed or self.warms_up or not (self.updates or self._config.stretch):
             return
         self.check_outside("close")
+        self._take_outer()
         with self._keeping_what_was_written():
             self._merge(lambda flight: True)
         if not self._closes_with_others():
@@ -508,20 +513,18 @@ class LocalTraining:
                 meeting.write(meeting.outer)
             return
         for number, meeting in enumerate(self._meetings):
-            mine = meeting.read()
-            buffers = meeting.read_buffers()
+            mine, buffers = meeting.read(), meeting.offer_buffers()
             self.island.average(buffers)
+            counts = self.updates > 0 and meeting.can_meet(mine, buffers)
             both = torch.cat([mine, buffers])
-            finite = is_finite(both)
             if self._exchanges.carrier is not None or self.ranks.count > 1:
                 try:
-                    finite = self._average(number, both, counts=finite)
+                    counts = self._average(number, both, counts=counts)
                 except JoinedAgain:
-                    finite = False
-            if not finite:
-                both = torch.cat([meeting.outer.to(meeting.device), meeting.buffers])
-            meeting.write(both[: len(mine)])
-            meeting.write_buffers(both[len(mine) :])
+                    counts = False
+            own, others = both.split([len(mine), len(buffers)])
+            meeting.write(own if counts else meeting.outer)
+            meeting.write_buffers(meeting.agreed_buffers(others) if counts else meeting.buffers)
 
     @contextmanager
     def _keeping_what_was_written(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Self
 
 from slipstream.errors import ClusterError, StrategyError, TraceError
-from slipstream.planner.iteration.contention_fit import prepare
+from slipstream.planner.iteration.contention_fit import read_trace
 from slipstream.planner.iteration.ensemble import Ensemble, traced_network
 from slipstream.planner.iteration.plan import CommPlan
 from slipstream.planner.iteration.simulate import predict, simulate
@@ -105,7 +105,7 @@ class Forecast:
                 "fragment now and then: nothing can be predicted from it; record a few iterations "
                 "without local"
             )
-        workload, fitted = prepare(trace, network)
+        workload, fitted = read_trace(trace, network)
         return cls(trace, base, workload, fitted, fitted, network, updates)
 
     @classmethod
@@ -234,7 +234,10 @@ class Forecast:
                 "a predicted trace of local: its iterations differ; predict another strategy, or "
                 "record the run"
             )
-        return simulate(self.workload, self._plan(strategy), self.network, steps=steps)
+        plan = self._plan(strategy)
+        trace = simulate(self.workload, plan, self.network, steps=steps)
+        whole = strategy.with_gradients(split=ByIndexConfig.of_cuts(plan.cuts))
+        return replace(trace, meta={**trace.meta, "strategy": whole.document(full=True)})
 
     def with_codecs(self, costs: Mapping[str, CodecCost]) -> Self:
         """The same where codecs cost this."""

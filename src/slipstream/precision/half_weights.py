@@ -28,7 +28,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from slipstream.errors import UsageError
 from slipstream.plain_copy import attach, copy_as
 from slipstream.precision.casts import HALF_TYPES, cast
-from slipstream.precision.float_modules import Modules, modules_in_float
+from slipstream.precision.float_modules import Modules, WrappedForward, modules_in_float
 from slipstream.precision.half_checks import check_half_weights
 from slipstream.precision.late import LateParameters
 from slipstream.precision.masters import Masters, ShardOf, everything, wide
@@ -91,11 +91,11 @@ class HalfWeights:
         for parameter in self._masters.halves:
             self._masters.release(parameter)
         for (module, name), former in self._buffers.items():
-            buffer = module.get_buffer(name)
-            buffer.data = wide(buffer, former, self._dtype)
+            if (buffer := module._buffers.get(name)) is not None:  # a script may drop one
+                buffer.data = wide(buffer, former, self._dtype)
         for module, name in self._widened:
-            buffer = module.get_buffer(name)
-            buffer.data = buffer.data.to(self._dtype)
+            if (buffer := module._buffers.get(name)) is not None:
+                buffer.data = buffer.data.to(self._dtype)
         for parameter, dtype in self._former.items():
             gradient, parameter.grad = parameter.grad, None
             self._recast(parameter, dtype)
@@ -159,8 +159,9 @@ class HalfWeights:
         for module in self.floats.values():
             yield attach(module.register_forward_pre_hook, self._to_float, with_kwargs=True)
             yield attach(module.register_forward_hook, self._to_half)
+        yield WrappedForward(model, self._compute).remove
         yield attach(model.register_forward_pre_hook, self._enter, with_kwargs=True)
-        yield attach(model.register_forward_hook, self._leave, always_call=True)
+        yield attach(model.register_forward_hook, self._leave)
         yield self._watch_others()
         # torch.compile must not trace these: they change the dtype of parameters
         eager: Any = torch.compiler.disable
@@ -204,15 +205,23 @@ class HalfWeights:
         self._swap_in_halves()  # the last step may have raised
         if not torch.compiler.is_compiling():
             self._check_types()
-            self._masters.depth += 1
             self._masters.refresh()
-            self._late.narrow()
         return cast(args, self._dtype), cast(kwargs, self._dtype)
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not torch.compiler.is_compiling() and self._masters.depth:
-            self._masters.depth -= 1
+    def _compute(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Know when the model computes; no hook is called where the keyboard interrupts it."""
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        masters = self._masters  # others after `close`
+        masters.depth += 1
+        try:
+            self._late.narrow()
+            return forward(*args, **kwargs)
+        finally:
+            masters.depth -= 1
             self._late.widen()
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         return cast(output, torch.float32)
 
     def _watch_others(self) -> Callable[[], None]:

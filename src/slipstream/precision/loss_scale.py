@@ -70,3 +70,10 @@ class LossScaler:
         """Record an update; ``overflowed``: it was skipped."""
         if isinstance(self._config, DynamicScaleConfig):
             self.state = next_state(self.state, self._config, overflowed)
+
+    def restore(self, state: ScaleState) -> None:
+        """Go on from the state of an earlier run, within the limits of this one; a static scale
+        stays."""
+        if isinstance(self._config, DynamicScaleConfig):
+            scale = min(max(state.scale, self._config.min), self._config.max)
+            self.state = state._replace(scale=scale)

@@ -97,9 +97,12 @@ class Masters:
 
     @torch.no_grad()
     def swap_out(self) -> None:
-        """Round the masters into the 16-bit values."""
+        """Round the masters, which are what a step has set ``data`` to, into the 16-bit values."""
         if not self.stepping:
             return
+        for parameter in self.stepping:
+            if parameter.data_ptr() != self.values[parameter].data_ptr():
+                self.values[parameter] = _DATA.__get__(parameter).float()
         halves = [self.shard_of(p, self.halves[p]) for p in self.stepping]
         torch._foreach_copy_(halves, [self.values[p] for p in self.stepping])
         for parameter in self.stepping:

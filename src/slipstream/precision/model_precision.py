@@ -157,7 +157,7 @@ class ModelPrecision:
     def load_state_dict(self, state: list[Any] | None) -> None:
         """Restore ``state_dict()``, if both runs have a loss scale."""
         if self._scaler is not None and state is not None:
-            self._scaler.state = ScaleState(*state)
+            self._scaler.restore(ScaleState(*state))
 
     def report_rows(self) -> list[Row]:
         """Rows for the report."""

@@ -6,9 +6,13 @@ from collections.abc import Callable
 
 import torch
 
+_holders: list[Callable[[], None]] = []
+_before: list[str] = []
+"""The settings that the last holder restores: sessions end in any order."""
+
 
 def allow_tf32() -> Callable[[], None]:
-    """Allow TF32 in this process; returns a function that undoes it.
+    """Allow TF32 in this process; returns a function that undoes it, once all are called.
 
     Exactness: lossy. No effect without CUDA.
 
@@ -22,12 +26,16 @@ def allow_tf32() -> Callable[[], None]:
     """
     convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     places = (torch.backends.cuda.matmul, convolutions)
-    before = [place.fp32_precision for place in places]
+    if not _holders:
+        _before[:] = [place.fp32_precision for place in places]
     for place in places:
         place.fp32_precision = "tf32"
 
     def undo() -> None:
-        for place, precision in zip(places, before, strict=True):
-            place.fp32_precision = precision
+        _holders.remove(undo)
+        if not _holders:
+            for place, precision in zip(places, _before, strict=True):
+                place.fp32_precision = precision
 
+    _holders.append(undo)
     return undo

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.parallel.dims import mesh_of
-from slipstream.session.checks import device_of
-from slipstream.session.compose import check_unused, compose
+from slipstream.session.checks import check_unused, device_of
+from slipstream.session.compose import compose
 from slipstream.session.session import M, O, Session
 from slipstream.session.validation import Validation, validate
 from slipstream.strategy import Strategy

@@ -31,7 +31,7 @@ class AccumulationWindow:
         accumulate: int,
         ranks: int,
         loader: UnevenInputLoader | None,
-        balance: SampleBalance | None = None,
+        balance: SampleBalance | None,
     ) -> None:
         self.accumulate, self._ranks, self._loader = accumulate, ranks, loader
         self._balance = balance
@@ -100,11 +100,10 @@ class AccumulationWindow:
             )
         self.loss_scale = loss_scale
 
-    def advance(self) -> bool:
-        """``step()`` ends the backward pass; whether the update is due."""
+    def advance(self) -> None:
+        """End a backward pass that no update follows."""
         self._counted = False
         self._passes = (self._passes + 1) % self.accumulate
-        return not self._passes
 
     def close(self) -> None:
         """The update is done, also of a window that was not full."""

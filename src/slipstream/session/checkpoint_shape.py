@@ -124,7 +124,7 @@ def _group(place: str, value: Any) -> Mistakes:
 
 
 def _mark(place: str, value: Any) -> Mistakes:
-    """Whose part of a state it is."""
+    """Check the mark that says whose part of a state it is."""
     if not isinstance(value, Mapping):
         yield _wrong(place, value, "a mapping")
         return
@@ -308,6 +308,7 @@ def _meeting(place: str, value: Any) -> Mistakes:
         return
     yield from _count(f"{place}.done", value.get("done"))
     yield from _count(f"{place}.counted", value.get("counted", 0))
+    yield from _each(f"{place}.names", value.get("names", []), _name)
     in_flight = value.get("due") is not None
     if in_flight:
         yield from _count(f"{place}.due", value["due"])

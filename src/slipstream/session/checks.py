@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -11,9 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from slipstream.comm.signature import COMPLEX, FLOATS
-from slipstream.errors import ModelError
+from slipstream.errors import ModelError, StrategyError, UsageError
+from slipstream.strategy import Strategy
 
 _DTYPES = (*FLOATS, *COMPLEX)
+ACCELERATED: WeakSet[nn.Module] = WeakSet()
+"""Models of sessions that are open."""
+SHARDED: WeakSet[nn.Module] = WeakSet()
+"""Models left sharded by a session that ended with an error."""
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -33,11 +40,18 @@ def check_model(model: nn.Module) -> None:
     Raises:
         ModelError: names the module, parameter or buffer by its path.
     """
+    # of whoever has such a model, as the import takes a second
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
     for path, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             raise ModelError(
                 f"module {path or '(the model)'} is wrapped in DistributedDataParallel, which "
                 "averages gradients itself; pass the plain module: accelerate(ddp.module, ...)"
+            )
+        if isinstance(module, fsdp):
+            raise ModelError(
+                f"module {path or '(the model)'} is wrapped in FullyShardedDataParallel, which "
+                "splits parameters and averages gradients itself; pass the plain module"
             )
     device = device_of(model)
     for name, p in model.named_parameters():
@@ -53,6 +67,23 @@ def check_model(model: nn.Module) -> None:
                 "ranks' values cannot be written to; register a dense copy: tensor.to_dense(), "
                 "tensor.clone(memory_format=torch.contiguous_format) or tensor.resolve_conj()"
             )
+
+
+def check_unused(model: nn.Module) -> None:
+    """Refuse a model that a session uses, or has left sharded.
+
+    Raises:
+        UsageError: says which.
+    """
+    if any(module in ACCELERATED for module in model.modules()):
+        raise UsageError(
+            "this model is accelerated already; close() its session before a second accelerate()"
+        )
+    if any(module in SHARDED for module in model.modules()):
+        raise UsageError(
+            "a session that ended with an error has left this model sharded: this rank has only a "
+            "part of it; build it anew, and load a checkpoint"
+        )
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -96,7 +127,32 @@ def check_closure(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def check_replay(strategy: Strategy) -> None:
+    """Refuse replays of graphs that support one backward alone.
+
+    Raises:
+        StrategyError: names the setting.
+    """
+    if not strategy.checks.replay or strategy.checks.every is None:
+        return
+    once = {
+        "compute.compile": strategy.compute.compile,
+        "memory.recompute keep": getattr(strategy.memory.recompute, "keep", ()),
+    }
+    for setting, used in once.items():
+        if used:
+            raise StrategyError(
+                f"checks.replay with {setting}: a replay goes through a graph three times, and "
+                "that one frees in its backward what it has used; leave one of the two out"
+            )
+
+
 def _parameter_problem(p: Any, device: torch.device) -> str | None:
+    if hasattr(p, "device_mesh"):  # a DTensor
+        return (
+            "is split over ranks already, by fully_shard or a tensor parallel plan; pass a plain "
+            "module, or, under fully_shard, use slipstream.adapters.fsdp2.accelerate_fsdp()"
+        )
     if is_lazy(p):
         return "has no shape yet (a lazy module); run one forward before accelerate()"
     if p.device.type == "meta":

@@ -12,16 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
-from weakref import WeakSet
 
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 
 from slipstream.checks.heartbeat import Heartbeat
 from slipstream.checks.own_view import UpdateCount
 from slipstream.cluster.connect import Cluster
-from slipstream.errors import UsageError
 from slipstream.fusion.checks import useful_settings
 from slipstream.fusion.optimizer import FusedOptimizer
 from slipstream.local.checks import check_loader
@@ -35,6 +32,7 @@ from slipstream.parallel.whole_model import WholeModel
 from slipstream.precision.masters import everything
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session.accumulation import AccumulationWindow
+from slipstream.session.checks import ACCELERATED, SHARDED
 from slipstream.session.computing import install_compute
 from slipstream.session.exchanging import (
     GradientExchange,
@@ -64,27 +62,6 @@ from slipstream.tuner.local_search import LocalSearch
 from slipstream.tuner.search_space import SearchSpace
 from slipstream.tuner.turns import SETTLING
 
-_accelerated: WeakSet[nn.Module] = WeakSet()
-_sharded: WeakSet[nn.Module] = WeakSet()
-"""Models left sharded by a session that ended with an error."""
-
-
-def check_unused(model: nn.Module) -> None:
-    """Refuse a model that a session uses, or has left sharded.
-
-    Raises:
-        UsageError: says which.
-    """
-    if any(module in _accelerated for module in model.modules()):
-        raise UsageError(
-            "this model is accelerated already; close() its session before a second accelerate()"
-        )
-    if any(module in _sharded for module in model.modules()):
-        raise UsageError(
-            "a session that ended with an error has left this model sharded: this rank has only a "
-            "part of it; build it anew, and load a checkpoint"
-        )
-
 
 def compose(
     model: M,
@@ -102,8 +79,8 @@ def compose(
     check_loader(strategy, loader)
     with HandleStack() as handles:
         modules = [*model.modules()]  # as the user made them: some are replaced
-        _accelerated.update(modules)
-        handles.callback(_accelerated.difference_update, modules)
+        ACCELERATED.update(modules)
+        handles.callback(ACCELERATED.difference_update, modules)
         # First, so that installing is watched, and closed last, when all that communicates is done.
         progress = UpdateCount()
         name = None if control is None else broadcast_from_first(uuid4().hex, control)
@@ -239,14 +216,11 @@ def _model_parallel(given: Given) -> WholeModel:
         kind = WholeModel if given.strategy.local is None else LocalModel
         return handles.add(kind(given.model, given.optimizer))
     modules = [*given.model.modules()]
-    _sharded.update(modules)
-    handles.defer(partial(_sharded.difference_update, modules), on_error=_leave_sharded)
+    SHARDED.update(modules)
+    forget = partial(SHARDED.difference_update, modules)
+    handles.defer(forget, on_error=lambda: None)  # other ranks may not be there to gather it
     model_parallel = ModelParallel(given.model, given.optimizer, config, given.dims, given.recorder)
     return handles.add(model_parallel, on_error=model_parallel.abandon)
-
-
-def _leave_sharded() -> None:
-    """After an error the other ranks may not be there to gather the model."""
 
 
 def _fused_optimizer(given: Given) -> FusedOptimizer | None:

@@ -282,7 +282,7 @@ def _transports(given: Given, groups: Sequence[dist.ProcessGroup]) -> list[Trans
 
 
 def _rails(transports: Sequence[Transport]) -> Rails | None:
-    """Links between hosts, where the transport exchanges between these apart."""
+    """Find the hosts as a hierarchical transport found them; None under any other."""
     first = transports[0] if transports else None
     return first.rails if isinstance(first, HierarchicalTransport) else None
 

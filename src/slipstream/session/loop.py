@@ -4,8 +4,9 @@ Each part does its own work (engine, precision, tracer, accumulation window); he
 
 [Note: Who calls optimizer.step()]
 ``step()`` does, or the script by hand: old loops, and ``torch.amp.GradScaler``, which skips the
-call where gradients overflowed. Hooks on the optimizer make both the same update. Where backward
-comes again without one, and the gradients were zeroed meanwhile, the script has skipped the update.
+call where gradients overflowed, or tells a fused optimizer to skip. Hooks on the optimizer make
+both the same update. Where backward comes again without one, and the gradients were zeroed
+meanwhile, the script has skipped the update.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class TrainingLoop:
         self.progress, self.explaining, self.proof = progress, given.explaining, proof
         self._on_nonfinite = given.strategy.checks.nonfinite
         self.steps = self.skipped = self.backwards = 0
+        self._in_no_sync = 0  # of the backward passes
         self._parameters = tuple(self.model.parameters())
         self._zeroing = Zeroing(self.model, self.optimizer)
         # weak: the hooks call back, and a circle would keep the groups of a session that is over
@@ -222,6 +224,7 @@ class TrainingLoop:
         if self.proof is not None and exchange:
             self.proof.begin(self.steps)
         self.engine.begin(exchange=exchange, scale=self.window.scale, loss_scale=loss_scale)
+        self._exchanged = False  # from here on averages may be mixed with gradients of this rank
         try:
             if not dummy_batch:  # such a rank takes part in the exchange, with zeros
                 run()
@@ -236,9 +239,10 @@ class TrainingLoop:
             raise
         self.whole.note_gradients()
         self._backward_done, self._exchanged = True, exchange
-        if not exchange and not self._local_only:  # what no_sync() has gathered may be thrown away
-            self._zeroing.note_sum()
+        # what no_sync() has gathered may be thrown away
+        self._zeroing.note(in_window=not exchange and not self._local_only)
         self.backwards += 1
+        self._in_no_sync += self._local_only
         self.tracer.exchanged(self.engine.ready)
         if exchange and self.search is not None and self.search.watches:
             self.sharding.watch.begin(self._parameters)
@@ -246,6 +250,8 @@ class TrainingLoop:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backward passes add up gradients on this rank, and ``step()`` updates nothing."""
+        self._must_be_whole()
+        self.settle(in_forward=True)
         before, self._local_only = self._local_only, True
         self.engine.local_only(True)
         try:
@@ -313,10 +319,12 @@ class TrainingLoop:
     def settle(self, *, in_forward: bool = False) -> None:
         """Forget an update that the script has skipped, by zeroing its gradients. ``in_forward``: a
         graph waits for its backward."""
-        if self._backward_done and self.update_follows and self._zeroing.done:
+        if self._backward_done and self.update_follows and self._zeroing.done_since:
             self._end_update(None)
         if not in_forward:
             self._meet()
+        elif self.local is not None and self._meetings_due:
+            self.local.send_ahead(self._meetings_due[0])
 
     def _meet(self) -> None:
         """Tell the meetings of updates that have ended, where no graph is waiting for backward: its
@@ -346,7 +354,7 @@ class TrainingLoop:
         return not skip
 
     def _clear(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()  # without set_to_none, which not every optimizer takes
         for parameter in self._parameters:  # also those that the optimizer does not hold
             parameter.grad = None
         self._used = False
@@ -378,6 +386,7 @@ class TrainingLoop:
         else:
             self.skipped += 1
         self.progress.reached(self.steps)
+        self._zeroing.forget()
         self.window.close()
         if skip is not None:
             self.precision.updated(skip)
@@ -393,9 +402,9 @@ class TrainingLoop:
 
     def _step_begins(self, closure: object) -> None:
         """``optimizer.step()`` is called, here or by hand."""
+        self._by_hand = None  # also of a step before that has raised
         if self._updating:
             return
-        self._by_hand = None
         self._must_be_whole()
         if closure is not None:
             raise messages.step_by_closure()
@@ -431,6 +440,10 @@ class TrainingLoop:
     def _overflowed(self) -> bool:
         """Whether the update must be skipped; the same on every rank."""
         if self.engine.overflowed:
+            return True
+        # torch's GradScaler calls a fused step in any case, which skips by itself
+        found = getattr(self.optimizer, "found_inf", None)
+        if found is not None and self.sharding.any_rank(bool(found)):
             return True
         if self.window.loss_scale == 1.0 and not self.precision.scales:
             return self._refuse_nonfinite()
@@ -485,7 +498,8 @@ class TrainingLoop:
         """At the end: an error where nothing was ever trained, a warning of what is dropped."""
         if not self.window_open or (self.backwards < 2 and self.window.accumulate == 1):
             return None
-        if not self.steps + self.skipped and self.backwards >= 2 * self.window.accumulate:
+        awaiting = self.backwards - self._in_no_sync  # a step(), each of them
+        if not self.steps + self.skipped and awaiting >= 2 * self.window.accumulate:
             return messages.never_updated(self.backwards)
         return messages.dropped(self.window.passes, self.window.accumulate)
 

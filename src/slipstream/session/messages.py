@@ -126,8 +126,9 @@ def never_updated(backwards: int) -> UsageError:
 
 def dropped(passes: int, accumulate: int) -> str:
     """The session ends inside a window."""
+    window = f"{passes} of the {accumulate} backward passes of an accumulation window"
     return (
         "this session closes with gradients that no update has used, of "
-        f"{passes} of the {accumulate} backward passes of an accumulation window; call "
+        f"{window if accumulate > 1 else 'the last backward passes'}; call "
         "session.flush() before close() to update with them"
     )

@@ -23,6 +23,7 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 import torch
@@ -201,6 +202,8 @@ class Proof:
                 )
         sharded = self._sharding.is_sharded
         for sample, ranks in zip(samples.buckets, zip(*everyone, strict=True), strict=True):
+            if not all(isfinite(rank.norm) for rank in ranks):
+                continue  # such gradients are allowed, and have no sketch
             by_rank = dict(zip(self._dims.data_ranks, ranks, strict=True))
             wrong = wrong_average(by_rank, in_parts=sample.in_parts, tolerance=sample.tolerance)
             if wrong is not None:

@@ -201,11 +201,13 @@ class Session(Generic[M, O]):
 
         Returns:
             True when parameters were updated; False inside an accumulation window or ``no_sync``,
-            and where gradients were infinite or NaN on some rank although a loss scale or a codec
-            depends on them: all ranks then skip the update, and codecs return to the state before.
+            and where gradients were infinite or NaN on some rank, and a loss scale is at work or
+            ``checks.nonfinite`` is ``skip``: all ranks then skip the update, and codecs return to
+            the state before.
 
         Raises:
             UsageError: there was no backward since the last step, or the session is closed.
+            NonFiniteError: gradients were infinite or NaN on some rank, on all ranks.
         """
         self._must_be_open("step")
         with self._loop.running():
@@ -309,6 +311,7 @@ class Session(Generic[M, O]):
             MismatchError: ranks load different states.
         """
         self._must_be_open("load_state_dict")
+        self._check_restore("load_state_dict")
         self._must_have_no_gradients("load_state_dict")
         with self._loop.explaining():
             self._state.check(state)
@@ -390,8 +393,7 @@ class Session(Generic[M, O]):
             MismatchError: ranks load different states.
         """
         self._must_be_open("restore")
-        if self._loop.local is not None:
-            self._loop.local.check_restore()
+        self._check_restore("restore")
         with self._loop.explaining():
             self._restore(joined(state))
 
@@ -399,6 +401,7 @@ class Session(Generic[M, O]):
         self._must_have_no_gradients("restore")
         if "session" in state:  # before anything is loaded
             self._state.check(state["session"])
+        self._state.check_alike(state)
         whole = self._loop.whole
         if "model" in state:
             whole.load_full_state_dict(state["model"])
@@ -556,8 +559,8 @@ class Session(Generic[M, O]):
         if error[0] is None and loop.failed:  # an error that the script has caught
             error = (UsageError, UsageError("the ranks are out of step"), None)
         broken: BaseException | None = None
-        if error[0] is None and loop.local is not None:
-            try:  # an update that the script has skipped at the end counts for a meeting
+        if error[0] is None:
+            try:  # an update that the script has skipped at the end counts
                 loop.settle()
             except BaseException as failure:
                 error, broken = (type(failure), failure, None), failure
@@ -578,6 +581,10 @@ class Session(Generic[M, O]):
             raise complaint
         if complaint is not None:
             warnings.warn(complaint, stacklevel=2)
+
+    def _check_restore(self, verb: str) -> None:
+        if self._loop.local is not None:
+            self._loop.local.check_restore(verb)
 
     def _must_not_lose_gradients(self, verb: str) -> None:
         self._loop.settle()

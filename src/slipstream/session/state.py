@@ -11,11 +11,16 @@ from typing import Any
 
 from torch import nn
 
+from slipstream.checks.digest import digest
 from slipstream.data.balance import SampleBalance
 from slipstream.data.uneven_inputs import UnevenInputLoader
+from slipstream.errors import UsageError
+from slipstream.gradients.compressed import NamedState
 from slipstream.local.training import LocalTraining
+from slipstream.optim.shard_state import is_part
 from slipstream.parallel.dims import ParallelDims
 from slipstream.precision.model_precision import ModelPrecision
+from slipstream.pytree import tensors
 from slipstream.session import checkpoint
 from slipstream.session.exchanging import GradientExchange
 from slipstream.strategy import Strategy, keeps_state
@@ -49,6 +54,7 @@ class SessionState:
         self.loader, self.balance, self.local = loader, balance, local
         self.names, self.codec = exchange.names, exchange.codec
         self.engine, self.search = exchange.engine, exchange.search
+        self.momentum = exchange.momentum
 
     def state(self, steps: int) -> dict[str, Any]:
         """Gather the state that ``Session.state_dict`` returns after ``steps`` updates; a
@@ -116,6 +122,32 @@ class SessionState:
         elif error is not None:
             raise error
 
+    def check_alike(self, state: Mapping[str, Any]) -> None:
+        """Refuse a model and an optimizer that are not those of other ranks; a collective.
+
+        Buffers may differ, and so may optimizers of ranks that train on their own. Ranks that share
+        a model hold other parts of it.
+
+        Raises:
+            UsageError: this is the part of an optimizer that a single rank has saved.
+            MismatchError: parameters or the optimizer's state differ between ranks.
+        """
+        control, dims = self.dims.control, self.dims
+        if control is None or self.local is not None or dims.mesh.model_parallel > 1:
+            return
+        error = None
+        try:
+            is_part(state.get("optimizer", {}))
+        except UsageError as caught:
+            error = caught
+        model = state.get("model", {})
+        names = [name for name, _ in self.model.named_parameters() if name in model]
+        found = {
+            "the parameters to load": digest(tensors([model[name] for name in names])),
+            "the optimizer's state to load": digest(tensors(state.get("optimizer"))),
+        }
+        agree({what: str(value) for what, value in found.items()}, control, error)
+
     def _in_common(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Leave out what ranks that train on their own have apart: one alone may skip an update."""
         local = state.get("local")
@@ -158,11 +190,13 @@ class SessionState:
                 gradients.overlap,
                 state.get("speed"),
             )
-        if keeps_codecs and (codecs := state["codecs"]):
+        if keeps_codecs:
             # after the last change of the layout, which says who serves which piece
-            if self.dims.mesh.model_parallel > 1:
-                codecs = [codecs[rank] for rank in self.dims.data_ranks]
-            local = checkpoint.dealt_out(codecs, self.dims.data_rank, self.dims.data_size)
+            local: NamedState = self.momentum.buffers
+            if codecs := state["codecs"]:
+                if self.dims.mesh.model_parallel > 1:
+                    codecs = [codecs[rank] for rank in self.dims.data_ranks]
+                local = checkpoint.dealt_out(codecs, self.dims.data_rank, self.dims.data_size)
             self.engine.load_codec_state(local)
         if self.local is not None:
             self.local.load(state.get("local"), steps)

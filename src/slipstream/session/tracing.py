@@ -48,7 +48,7 @@ class Search(Protocol):
 
     @property
     def in_use(self) -> Mapping[str, Any]:
-        """Settings of gradients that it has put in the place of the strategy's."""
+        """Settings that it has put in the place of the strategy's, by group; None: no group."""
 
     @property
     def watch(self) -> SpeedWatch | None:
@@ -321,8 +321,9 @@ def _metadata(
     else:
         gradients = engine.gradients
         document["gradients"]["split"] = engine.split.document(full=True)
-    if search is not None:
-        document["gradients"] |= search.in_use
+    in_use = {} if search is None else search.in_use
+    for group, settings in in_use.items():
+        document[group] = None if settings is None else {**document[group], **settings}
     places = {t.name: i for i, t in enumerate(parameters_of(model, trainable=True))}
     said = {} if search is None else {"search": search.outcome}
     return said | {

@@ -94,7 +94,7 @@ class UpdateSharding:
 
     @property
     def waited(self) -> float:
-        """Seconds for which forward has waited for parameters, since it is as it is now."""
+        """Seconds that forwards have waited for parameters since the sharding last changed."""
         return self.model.waited if isinstance(self.model, ShardedModel) else 0.0
 
     @property

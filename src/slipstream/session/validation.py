@@ -18,13 +18,18 @@ from slipstream.cluster.connect import Cluster
 from slipstream.fusion.checks import check_compute, compute_warnings
 from slipstream.gradients.checks import check_gradients, gradient_warnings
 from slipstream.gradients.segments import parameters_of
-from slipstream.local.checks import check_local
 from slipstream.memory.checks import check_memory
 from slipstream.parallel.checks import check_parallel
 from slipstream.precision.model_precision import check_precision, precision_warnings
-from slipstream.session.checks import check_closure, check_model, check_optimizer
+from slipstream.session.checks import (
+    check_closure,
+    check_model,
+    check_optimizer,
+    check_replay,
+)
 from slipstream.sharding.checks import check_sharded
 from slipstream.strategy import Strategy
+from slipstream.strategy.local_checks import check_local
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,7 @@ def validate(
     check_sharded(model, optimizer, trainables, strategy)
     check_parallel(model, optimizer, strategy, cluster.world_size)
     check_closure(optimizer)
+    check_replay(strategy)
     local_ranks = cluster.environment.local_world_size
     check_local(strategy)
     check_compute(model, strategy)

@@ -19,7 +19,8 @@ class Zeroing:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
-        self._sum: tuple[nn.Parameter, torch.Tensor, int] | None = None  # one of an open window
+        self._left: tuple[nn.Parameter, torch.Tensor, int] | None = None  # one of the last pass
+        self._in_window = False  # whether it is a sum that an open window needs
 
     @property
     def done(self) -> bool:
@@ -27,18 +28,35 @@ class Zeroing:
         held = {p for group in self._optimizer.param_groups for p in group["params"]}
         return all(map(_is_zero, held))
 
+    @property
+    def done_since(self) -> bool:
+        """Whether all are zero or gone, and not as the last pass has left them: gradients may be
+        zero by themselves."""
+        if self._left is None:
+            return self.done
+        parameter, before, version = self._left
+        now = parameter.grad
+        touched = now is not before or now._version != version
+        return (touched or isinstance(now, ShardedGradient)) and self.done
+
     def name_of_left(self) -> str:
         """Name a parameter whose gradient is there."""
         named = self._model.named_parameters()
         return next((n for n, p in named if not _is_zero(p)), "a parameter of the optimizer")
 
-    def note_sum(self) -> None:
-        """Remember a gradient of an open window by its version: values would wait for a GPU."""
+    def note(self, *, in_window: bool) -> None:
+        """Remember a gradient that a pass has left by its version: values would wait for a GPU.
+        ``in_window``: an update that is still open needs it."""
+        self._left, self._in_window = None, in_window
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._sum = parameter, parameter.grad, parameter.grad._version
+                    self._left = parameter, parameter.grad, parameter.grad._version
                     return
+
+    def forget(self) -> None:
+        """Hold no gradient any more: the update is done."""
+        self._left, self._in_window = None, False
 
     def check_sum(self, window: str) -> None:
         """Refuse a window whose gradients the script has zeroed; ``window``: in words.
@@ -46,12 +64,8 @@ class Zeroing:
         Raises:
             UsageError: they are zeroed.
         """
-        kept, self._sum = self._sum, None
-        if kept is None:
-            return
-        parameter, before, version = kept
-        now = parameter.grad
-        if (now is not before or now._version != version) and self.done:
+        in_window, self._in_window = self._in_window, False
+        if in_window and self._left is not None and self.done_since:
             raise messages.sums_zeroed(window)
 
 

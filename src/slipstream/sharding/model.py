@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.errors import UsageError
+from slipstream.errors import MismatchError, UsageError
 from slipstream.gradients.segments import NamedParameter
 from slipstream.gradients.shards import Shards
 from slipstream.optim.layerwise import Layerwise
@@ -63,7 +63,8 @@ class ShardedModel(WholeModel):
         self._shards, self._transport, self._gather = shards, transport, gather
         self._order, self._meet, self._half_weights = order, meet, half_weights
         self._stepping = False
-        self._whole: dict[nn.Parameter, torch.Tensor] = {}  # while the optimizer steps
+        # While the optimizer steps, the whole parameter and its shard.
+        self._whole: dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor]] = {}
         # Others read parameters without a call that could be noticed.
         self._at_once = any(map(_reads_unnoticed, model.modules())) or _shares_memory(model)
         self._state = OptimizerState(optimizer, shards, self._gather_rows)
@@ -94,7 +95,7 @@ class ShardedModel(WholeModel):
         for parameter in self._state.held:
             parameter.grad = None
             if parameter in own:  # else the hook of half weights has put the shard there already
-                self._whole[parameter] = parameter.data
+                self._whole[parameter] = parameter.data, own[parameter]
                 parameter.data = own[parameter]
             parameter.grad = self._shards.gradients.get(parameter)
 
@@ -114,8 +115,11 @@ class ShardedModel(WholeModel):
             return
         for parameter in self._state.held:
             parameter.grad = None
-        for parameter, whole in self._whole.items():
-            parameter.data = whole
+        for parameter, (whole, own) in self._whole.items():
+            stepped, parameter.data = parameter.data, whole
+            if stepped.data_ptr() != own.data_ptr():  # the class has set ``data``
+                parameter.data = whole.clone()  # it may have kept the former
+                self._shards.own_of(parameter).copy_(stepped)
         self._whole.clear()
         self._stepping = False
         self._shards.guard()
@@ -134,7 +138,7 @@ class ShardedModel(WholeModel):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """As torch's, of shards.
+        """Clip as torch does, by the norm over the shards of all ranks.
 
         Raises:
             UsageError: the gradients are not averages yet.
@@ -194,14 +198,35 @@ class ShardedModel(WholeModel):
         if self._masters:
             self._meet("session.checkpoint", 0.0)
         state = super().full_state_dict()
+        whole = {
+            p: self._state.joined(p, self._shards.own(state[name]))
+            for name, p in self._model.named_parameters()
+            if p in self._masters and p in self._names
+        }
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            if parameter in self._masters and parameter in self._names:
-                state[name] = self._state.joined(parameter, self._shards.own(state[name]))
+            if parameter in whole:
+                state[name] = whole[parameter]
         return state
 
     def full_optimizer_state_dict(self) -> dict[str, Any]:
-        self._meet("session.checkpoint", 0.0)
+        self._meet_to_gather("session.checkpoint")
         return self._state.whole()
+
+    def _meet_to_gather(self, verb: str) -> None:
+        """Refuse to gather the optimizer's state where ranks would wait for one another.
+
+        Raises:
+            MismatchError: they have other numbers of tensors to gather; on every rank alike.
+        """
+        count, ranks = self._state.num_cut, self._shards.ranks.count
+        same = self._meet(verb, count) == ranks * count
+        if self._meet(verb, same) != ranks:
+            raise MismatchError(
+                f"{verb}() with gradients.transport sharded: {count} tensors of the optimizer's "
+                "state have the shape of this rank's shards, on other ranks more or fewer; "
+                "allowed: states of the shape of their parameter, also of one without values, and "
+                "numbers, as torch.zeros(())"
+            )
 
     def load_full_optimizer_state_dict(self, state: dict[str, Any]) -> None:
         is_part(state)
@@ -214,7 +239,7 @@ class ShardedModel(WholeModel):
 
     def close(self) -> None:
         """Complete the parameters, and give every rank the whole state; collective."""
-        self._meet("session.close", 0.0)
+        self._meet_to_gather("session.close")
         self._gather.finish()
         if self._half_weights is not None:
             self._half_weights.join(self._state.joined)

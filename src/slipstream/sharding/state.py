@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -82,16 +82,41 @@ class OptimizerState:
         """``optimizer.state_dict()`` with whole tensors; a collective."""
         parameters, state = self._numbered, self.part()
         del state[MARK]
+        numbers = self._numbers(self._shards.shape)
         joined = {
             number: {
                 key: self.joined(parameters[number], value)
-                if isinstance(value, torch.Tensor) and parameters[number] in self._shards.names
+                if isinstance(value, torch.Tensor) and not _counts(key, value, numbers)
                 else value
                 for key, value in values.items()
             }
             for number, values in state["state"].items()
         }
         return {**state, "state": joined}
+
+    @property
+    def num_cut(self) -> int:
+        """Count the tensors that `whole` gathers: as many on every rank, or ranks wait for ever."""
+        numbers = self._numbers(self._shards.shape)
+        return sum(
+            isinstance(value, torch.Tensor)
+            and value.shape == self._shards.shape(parameter)
+            and not _counts(key, value, numbers)
+            for parameter in self.held
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+        )
+
+    def _numbers(self, shape_of: Callable[[torch.Tensor], torch.Size]) -> set[str]:
+        """Find the states that are a number for a whole parameter. A parameter, or a shard, of one
+        value looks alike, so others tell."""
+        return {
+            key
+            for parameter in self.held
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor)
+            and value.numel() == 1
+            and value.shape != shape_of(parameter)
+        }
 
     def joined(self, parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
         """The whole of a tensor of which this rank has a shard, others as they are; collective."""
@@ -122,10 +147,12 @@ class OptimizerState:
             UsageError: a state has neither the shape of its parameter nor that of its shard.
         """
         parts, self._loads_part = self._loads_part, False
+        numbers = self._numbers(self._shards.size)
         for parameter in self.held:
             state = self._optimizer.state.get(parameter, {})
             for key, value in state.items():
-                if self._is_cut_from(parameter, key, value, parts) and not parts:
+                is_cut = self._is_cut_from(parameter, key, value, parts)
+                if is_cut and not parts and not _counts(key, value, numbers):
                     state[key] = self._shard(parameter, value)
         self._optimizer.state = ShardState(**self._mark, state=self._optimizer.state)
 
@@ -164,6 +191,11 @@ class OptimizerState:
             hook.remove()
 
 
+def _counts(key: str, value: torch.Tensor, numbers: Container[str]) -> bool:
+    """Whether ``value`` is a number for a whole parameter, as ``numbers`` says of others."""
+    return value.numel() == 1 and key in numbers
+
+
 def join_shards(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The whole optimizer state from the shard states of all ranks of a run, in any order.
 
@@ -197,6 +229,8 @@ def _join(
     parts = [part for values in every if isinstance(part := values.get(key), torch.Tensor)]
     found = sum(part.numel() for part in parts)
     fits = len(parts) == len(every) and all(part.dtype == value.dtype for part in parts)
+    if fits and found == len(parts) != prod(size) and all(part.numel() == 1 for part in parts):
+        return value  # a number for the whole parameter
     if found != prod(size) or not fits:
         raise UsageError(
             f"the ranks' shards of the optimizer's {key} have {found} numbers, its "

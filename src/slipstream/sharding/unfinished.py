@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -12,7 +13,8 @@ from slipstream.errors import UsageError
 
 
 def refuse_unfinished(model: nn.Module, names: Sequence[str]) -> None:
-    """Refuse to compute with ``model`` or to save it, until a state is loaded.
+    """Refuse to compute with ``model`` or to save it, until a state has been loaded that has these
+    parameters.
 
     Args:
         model: that a session with transport ``sharded`` had when it ended with an error.
@@ -23,6 +25,11 @@ def refuse_unfinished(model: nn.Module, names: Sequence[str]) -> None:
         >>> state = model.state_dict()
         >>> refuse_unfinished(model, ["weight"])
         >>> model.state_dict()
+        Traceback (most recent call last):
+        slipstream.errors.UsageError: the last update of weight ...
+        >>> model.load_state_dict({"bias": state["bias"]}, strict=False)
+        _IncompatibleKeys(missing_keys=['weight'], unexpected_keys=[])
+        >>> model(torch.ones(2))
         Traceback (most recent call last):
         slipstream.errors.UsageError: the last update of weight ...
         >>> model.load_state_dict(state)
@@ -40,11 +47,23 @@ def refuse_unfinished(model: nn.Module, names: Sequence[str]) -> None:
         )
 
     handles: list[RemovableHandle] = []
+    left = set(names)
+
+    def loads(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        sizes = {name: p.shape for name, p in module.named_parameters()}
+        left.difference_update(
+            [name for name in left if _shape(state.get(prefix + name)) == sizes.get(name)]
+        )
 
     def loaded(*_: Any) -> None:
-        for handle in handles:
+        for handle in () if left else handles:
             handle.remove()
 
     handles.append(model.register_state_dict_pre_hook(refuse))
     handles.append(model.register_forward_pre_hook(refuse))
+    handles.append(model.register_load_state_dict_pre_hook(loads))
     handles.append(model.register_load_state_dict_post_hook(loaded))
+
+
+def _shape(value: object) -> torch.Size | None:
+    return value.shape if isinstance(value, torch.Tensor) else None

@@ -228,7 +228,8 @@ class PowerSgdConfig(CodecVariant, kind="powersgd", exactness="lossy"):
     """Add the approximation error to the next gradients; needs as much memory as the gradients."""
 
     def copies(self, ranks: int) -> float:
-        """The error; of what is fed back or not, matrices are kept."""
+        """Count the error, without error feedback, too: the thin matrices are kept then, and 0
+        would mean that nothing is."""
         return 1.0
 
 

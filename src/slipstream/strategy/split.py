@@ -125,8 +125,8 @@ class OptimalConfig(Variant, kind="optimal", exactness="reordered"):
 
     The first iterations run under the default split and are traced. Then rank 0 computes the split
     with the shortest predicted iteration from the measured ready times and the measured cost of an
-    exchange (``planner.split``). The default, the computed split and two with larger segments run
-    in turn, twice each; all ranks switch at the same step, and the fastest stays.
+    exchange (``planner.search.split``). The default, the computed split and two with larger
+    segments run in turn, twice each; all ranks switch at the same step, and the fastest stays.
     ``session.report()`` shows the result, ``state_dict()`` keeps it.
 
     Example:

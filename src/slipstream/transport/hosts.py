@@ -55,7 +55,7 @@ class Rails:
 
     @classmethod
     def of(cls, nodes: Sequence[Sequence[int]], rank: int) -> Rails:
-        """Those of ``rank``; ``nodes``: ranks by host."""
+        """Find the rails of ``rank``; ``nodes``: ranks by host."""
         count = max(map(len, nodes))
         members = tuple(tuple(node[rail % len(node)] for node in nodes) for rail in range(count))
         own = tuple(rail for rail, ranks in enumerate(members) if rank in ranks)

@@ -1,8 +1,9 @@
 """Requests to the network, as values. Never communicates: a transport does.
 
 An exchange of several dependent collectives is a generator. It yields a request, goes on once the
-tensors have been moved, and yields the next one; ``transport.run`` drives it. So the code of codecs
-and sparse gradients knows nothing of process groups, and a plain loop can drive every step of it.
+tensors have been moved, and yields the next one; ``transport.transport.run`` drives it. So the code
+of codecs and sparse gradients knows nothing of process groups, and a plain loop can drive every
+step of it.
 """
 
 from __future__ import annotations

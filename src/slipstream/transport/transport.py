@@ -1,8 +1,9 @@
 """The protocol of a transport between ranks, and the table from a strategy's setting to it.
 
 To add one: a variant in ``strategy/transport.py``, a file here with a class that meets
-``Transport``, and a row in ``TRANSPORTS``; if ``auto`` may choose it, a row in ``EXACT``. Nothing
-else knows which transport is in use.
+``Transport``, and a row in ``TRANSPORTS``; if ``auto`` may choose it, a row in ``EXACT``. Beside
+these only the planner's costs know it; two are more than a way to travel: ``sharded`` changes who
+updates what, and ``hierarchical`` tells others which ranks share a host.
 """
 
 from __future__ import annotations

@@ -34,6 +34,11 @@ class Meetings(Protocol):
     def undecided(self) -> bool:
         """Whether a choice is still to come."""
 
+    @property
+    def in_use(self) -> LocalConfig | None:
+        """The meetings of ranks; None: there are none, or not yet."""
+        ...
+
     def decide(self, config: LocalConfig | None, reason: str) -> None:
         """Meet as ``config`` says; None: never."""
 
@@ -59,7 +64,8 @@ class LocalSearch:
         self, strategy: Strategy, ranks: Cluster, control: dist.ProcessGroup, meetings: Meetings
     ) -> None:
         assert strategy.local is not None
-        self._updates = strategy.local.updates
+        updates, warm_up = strategy.local.updates, strategy.local.warm_up
+        self._updates = None if updates is None else max(updates - warm_up, 0)  # that meet
         self._base = strategy.model_copy(update={"local": None})
         self._ranks, self._control, self._meetings = ranks, control, meetings
         self.outcome = ""
@@ -71,8 +77,9 @@ class LocalSearch:
 
     @property
     def in_use(self) -> dict[str, Any]:
-        """Settings of gradients that a search has put in the place of the strategy's: none."""
-        return {}
+        """The meetings of ranks, in the place of what the strategy says."""
+        config = self._meetings.in_use
+        return {"local": None if config is None else config.document(full=True)}
 
     def changed(self, update: int) -> bool:
         """Whether it begins anew: never."""

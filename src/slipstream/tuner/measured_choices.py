@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slipstream.errors import StrategyError
 from slipstream.strategy import BalanceConfig, PrefetchConfig, Strategy
 from slipstream.trace import Trace
 
@@ -17,10 +18,6 @@ MEASURED_CHOICES: tuple[Mapping[str, Any], ...] = (
     {"fuse_optimizer": True},
 )
 """Each is tried on the best so far, and stays if it makes that faster."""
-
-FUSED = ("fuse_bn", "fuse_add", "fuse_relu")
-"""How settings begin that ``compile`` excludes."""
-
 
 LOADING = {"prefetch": "prefetchable", "balance": "balanceable"}
 """Settings of data, and what a trace calls trainings that they have a use in."""
@@ -36,17 +33,19 @@ def with_settings(strategy: Strategy, settings: Mapping[str, Any]) -> Strategy |
         >>> compiled = Strategy.load({"compute": {"compile": True}})
         >>> with_settings(compiled, {"fuse_bn_act": True}) is None
         True
+        >>> captured = Strategy.load({"compute": {"cuda_graph": True}})
+        >>> with_settings(captured, {"compile": True}) is None
+        True
     """
     group = "data" if settings.keys() & LOADING.keys() else "compute"
     config = getattr(strategy, group)
     asked = {name: value for name, value in settings.items() if not getattr(config, name)}
     if not asked:
         return None
-    if group == "compute":
-        fuses = bool(config.patterns) or any(name.startswith(FUSED) for name in asked)
-        if fuses and (config.compile or "compile" in asked):
-            return None
-    return strategy.model_copy(update={group: config.model_copy(update=asked)})
+    try:
+        return strategy.model_copy(update={group: config.model_copy(update=asked)})
+    except StrategyError:
+        return None
 
 
 def useful(choices: Sequence[Mapping[str, Any]], trace: Trace) -> list[Mapping[str, Any]]:

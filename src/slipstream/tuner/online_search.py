@@ -56,7 +56,7 @@ class Sharding(Protocol):
 
     @property
     def waited(self) -> float:
-        """Seconds for which forward has waited for parameters, since it is as it is now."""
+        """Seconds that forwards have waited for parameters since the sharding last changed."""
 
     def use(
         self, config: ShardedConfig | None, transport: Transport | None, engine: Engine
@@ -263,9 +263,9 @@ class OnlineSearch:
 
     @property
     def in_use(self) -> dict[str, Any]:
-        """Settings of gradients that the search has put in the place of the strategy's."""
+        """Settings that the search has put in the place of the strategy's."""
         transport = self.choice.transport.document(full=True)
-        return {"transport": transport, "overlap": self.choice.overlap}
+        return {"gradients": {"transport": transport, "overlap": self.choice.overlap}}
 
     def install_due(self) -> None:
         """Install what was chosen since the last call; a collective.
@@ -300,7 +300,7 @@ class OnlineSearch:
     # The choices to measure.
 
     def _propose(self, trace: Trace | None) -> None:
-        """The same choices on all ranks; those with a split are computed on rank 0."""
+        """List what to measure, alike on all ranks; rank 0 computes the splits."""
         usable = [transport for transport in self._transports if self._can_use(transport)]
         if self._space.split is None:
             choices = self._space.unpredicted(self._engine.split)

@@ -1,4 +1,5 @@
-"""Scripts that give ``accelerate()`` a strategy of their own, which hides the one of a command.
+"""Scripts that give ``accelerate()`` or an adapter a strategy of their own, which hides that of a
+command.
 
 Reads the script and runs nothing; what stands in another file is not found.
 """
@@ -9,9 +10,19 @@ import ast
 from pathlib import Path
 
 OWN = (
-    "{where} gives accelerate() a strategy of its own, which hides that of the command line "
+    "{where} gives {name}() a strategy of its own, which hides that of the command line "
     "(SLIPSTREAM_STRATEGY); leave it out there, and give it as --strategy"
 )
+
+PLACES = {
+    "accelerate": 3,
+    "accelerate_fsdp": 2,
+    "SessionStrategy": 0,
+    "FabricStrategy": 0,
+    "Accelerator": None,
+    "SessionTrainer": None,
+}
+"""By what takes a strategy, its place among the arguments; None: it is given by name alone."""
 
 
 def own_strategy(script: str | Path) -> str | None:
@@ -22,12 +33,15 @@ def own_strategy(script: str | Path) -> str | None:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):  # running it will tell
         return None
-    lines = [
-        node.lineno
+    found = [
+        (node.lineno, _called(node.func))
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and _called(node.func) == "accelerate" and _gives_one(node)
+        if isinstance(node, ast.Call) and _gives_one(node)
     ]
-    return OWN.format(where=f"{path.name}:{min(lines)}") if lines else None
+    if not found:
+        return None
+    line, name = min(found)
+    return OWN.format(where=f"{path.name}:{line}", name=name)
 
 
 def _called(function: ast.expr) -> str:
@@ -35,6 +49,12 @@ def _called(function: ast.expr) -> str:
 
 
 def _gives_one(call: ast.Call) -> bool:
-    """Whether the fourth argument, or that of this name, is given and not None."""
-    given = [*call.args[3:4], *(k.value for k in call.keywords if k.arg == "strategy")]
+    """Whether it takes a strategy, and gets one that is not None."""
+    name = _called(call.func)
+    if name not in PLACES:
+        return False
+    place = PLACES[name]
+    given = [k.value for k in call.keywords if k.arg == "strategy"]
+    if place is not None:
+        given += call.args[place : place + 1]
     return any(not (isinstance(value, ast.Constant) and value.value is None) for value in given)

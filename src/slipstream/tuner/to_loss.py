@@ -43,14 +43,14 @@ from slipstream.tuner.trial_log import Trial, TrialLog
 from slipstream.tuner.trials import Failure, Measurement, iterations
 from slipstream.tuner.tune import HANG_FACTOR, MODEL_ERROR, Predict, baseline_error
 
-UPDATES = 150
+RUN_UPDATES = 150
 """Of a run, by default."""
-SETTLING = 3
+SKIPPED = 3
 """Updates whose seconds do not count."""
 EQUAL = 1e-3
 """Part of the loss by which two runs of the baseline may differ, by the order of sums."""
 LEAST_ERROR = 0.01
-RESERVE = 1.3
+RUN_RESERVE = 1.3
 """What a run may take longer than the last one."""
 
 RunUpdates = Callable[[Strategy, float, int, bool], Measurement | Failure]
@@ -58,8 +58,9 @@ RunUpdates = Callable[[Strategy, float, int, bool], Measurement | Failure]
 
 
 class TunedToLoss(NamedTuple):
-    """The strategy to use and why, with all predictions, the best first."""
+    """The strategy to use and why to reach a loss, with all predictions, the best first."""
 
+    loss: float
     strategy: Strategy
     verdict: str
     predictions: tuple[TimeToLoss, ...]
@@ -90,7 +91,7 @@ class LossTuner:
     loss: float
     budget: float
     predict: Predict
-    updates: int = UPDATES
+    updates: int = RUN_UPDATES
     hidden: str | None = None
     notify: Callable[[Sequence[Trial]], None] = lambda trials: None
     doing: Callable[[str], None] = lambda words: None
@@ -126,7 +127,7 @@ class LossTuner:
         self.doing("predicting")
         left_out = 0
         for one in self._promising(self.predict(first.trace, self.base)):
-            if self._left() < RESERVE * first.wall:
+            if self._left() < RUN_RESERVE * first.wall:
                 log.note(one.strategy, one, None, "the budget ended before it")
                 left_out += 1
                 continue
@@ -149,7 +150,7 @@ class LossTuner:
         if left_out:
             words += f"; the budget ended before {left_out} more: a larger --budget tries them"
         trials = log.result(strategy, words).trials
-        return TunedToLoss(strategy, words, tuple(found), calibration, trials, paired)
+        return TunedToLoss(self.loss, strategy, words, tuple(found), calibration, trials, paired)
 
     def _first(self, log: TrialLog) -> Measurement:
         self.doing(f"the baseline, {self.updates} updates")
@@ -165,7 +166,7 @@ class LossTuner:
                 "--to-loss needs session.backward(loss); without it, tune --allow-lossy measures "
                 "codecs there"
             )
-        if self._left() < 2 * RESERVE * first.wall:
+        if self._left() < 2 * RUN_RESERVE * first.wall:
             raise LaunchError(
                 f"the budget of {self.budget:.0f} s has no room behind the first run of "
                 f"{first.wall:.0f} s for the two that follow at least; give --budget "
@@ -215,12 +216,11 @@ class LossTuner:
         )
 
     def _timed(self, forecast: LossForecast, log: TrialLog) -> list[Timed]:
-        """List strategies that ran, and larger batches as they were predicted."""
+        """List strategies that ran, and larger batches that did not, as they were predicted."""
         timed = forecast.timed()
-        ran = {mathematics(one.strategy) for one in timed}
         for trial in log.trials:
             strategy = Strategy.load(dict(trial.strategy))
-            if mathematics(strategy) not in ran and trial.predicted is not None:
+            if trial.status == "not measured" and trial.predicted is not None:
                 times = strategy.gradients.accumulate / self.base.gradients.accumulate
                 timed.append(Timed(strategy, trial.predicted * times))
         return timed
@@ -245,7 +245,7 @@ def _run_of(strategy: Strategy, measured: Measurement) -> LossRun:
 def _settled(measured: Measurement) -> list[float]:
     """Seconds of the updates that count."""
     seconds = iterations(measured.trace)
-    return seconds[SETTLING:] or seconds
+    return seconds[SKIPPED:] or seconds
 
 
 def check_updates(updates: int) -> None:
@@ -257,5 +257,5 @@ def check_updates(updates: int) -> None:
     if updates < LEAST_UPDATES:
         raise LaunchError(
             f"--steps {updates}: too few updates for a curve of losses; allowed: {LEAST_UPDATES} "
-            f"or more, by default {UPDATES}"
+            f"or more, by default {RUN_UPDATES}"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -27,6 +28,7 @@ MARK = "SLIPSTREAM_TRIAL"
 """Environment variable of every process of a trial; finds those that outlive their parents."""
 
 TRACE, OUTPUT, STRATEGY = "trace.json", "output.log", "strategy.yaml"
+CHECKPOINTS = "checkpoints"
 _CONTROL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f]")
 """Colours, and all else that a terminal would obey."""
 _ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b.*")
@@ -109,7 +111,7 @@ def started(command: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[b
     """Run ``command`` during the context; its output goes to ``output.log`` in ``folder``.
 
     At the end it gets SIGTERM, then SIGKILL, as do all processes that it has started, in whatever
-    process group or session.
+    process group or session. Its checkpoints are removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / OUTPUT).open("wb") as output:
@@ -125,6 +127,19 @@ def started(command: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[b
         yield process
     finally:
         _end(process, folder)
+        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+
+
+def checkpoints_of(run: Path) -> Path:
+    """The folder of a run's checkpoints; inside a trial one below the trial's folder, so that the
+    trial begins at the first update and leaves those of the run alone.
+
+    Example:
+        >>> checkpoints_of(Path("runs/a")).as_posix()
+        'runs/a'
+    """
+    trial = os.environ.get(MARK)
+    return Path(trial, CHECKPOINTS, *run.absolute().parts[1:]) if trial else run
 
 
 def last_words(folder: Path) -> str:

@@ -33,7 +33,7 @@ from math import ceil, sqrt
 from statistics import median
 from typing import Any, NamedTuple
 
-from slipstream.errors import LaunchError, TraceError
+from slipstream.errors import LaunchError, SlipstreamError, TraceError
 from slipstream.planner.search.label import label
 from slipstream.planner.search.ranking import Prediction, exactness
 from slipstream.strategy import Strategy, late_by
@@ -120,9 +120,11 @@ class Tuner:
         if first.trace.meta.get("engine") == FULLY_SHARD:
             return self._codecs_of_fully_shard(first)
         exact, verdict = self._search(first)
-        measured = self._measure_lossy(exact, first)
+        predictions, untried = self._predict_lossy(exact, first)
+        measured = self._measure_lossy(predictions, exact, first)
         measured = self._measure_choices(measured, exact, first)
-        return self._choose(measured, exact, verdict)
+        tuned = self._choose(measured, exact, verdict)
+        return tuned._replace(verdict=tuned.verdict + untried)
 
     def _baseline(self) -> Measurement:
         """The first run. Everything else depends on it, so a failure ends the tuning."""
@@ -178,12 +180,28 @@ class Tuner:
         verdict = f"{label(best)} ({best.exactness}), chosen in one run: {reason(outcome.trace)}"
         return _Measured(seconds, best), verdict
 
-    def _measure_lossy(self, exact: _Measured, first: Measurement) -> list[_Measured]:
-        """Measure the most promising lossy strategies; those that ran, fastest first."""
+    def _predict_lossy(
+        self, exact: _Measured, first: Measurement
+    ) -> tuple[Sequence[Prediction], str]:
+        """Predictions for step 3, or none and why, in words: the exact choice stays without them,
+        too."""
         if self.predict is None:
-            return []
+            return [], ""
+        untried = "; lossy strategies were not tried: "
+        if not self._has_room():
+            return [], f"{untried}the budget ended before; give a larger --budget"
         self.doing("predicting")
-        predictions = self.predict(first.trace, exact.strategy)
+        try:
+            return self.predict(first.trace, exact.strategy), ""
+        except SlipstreamError as error:
+            return [], f"{untried}{error}"
+
+    def _measure_lossy(
+        self, predictions: Sequence[Prediction], exact: _Measured, first: Measurement
+    ) -> list[_Measured]:
+        """Measure the most promising lossy strategies; those that ran, fastest first."""
+        if not predictions:
+            return []
         of_exact = next(p for p in predictions if p.strategy == exact.strategy)
         # Predictions of the others are expected to be off by the same factor.
         scale = exact.seconds / (of_exact.per_batch * self.base.gradients.accumulate)
@@ -201,10 +219,8 @@ class Tuner:
                 self._log.note(strategy, prediction, None, stop)
                 continue
             tried += 1
-            self.doing(label(strategy))
-            outcome = self._run(strategy, keep=self._comparison())
             why = f"predicted {_change(expected / first.seconds)}, {prediction.exactness}"
-            seconds = self._log.note(strategy, prediction, outcome, why)
+            seconds = self._try(strategy, why, prediction)
             if seconds is not None:
                 best = min(best, seconds)
                 measured.append(_Measured(seconds, strategy, prediction))
@@ -219,17 +235,28 @@ class Tuner:
             strategy = with_settings(best.strategy, settings)
             if strategy is None:
                 continue
-            if self._left() < self._longest * RESERVE + self._comparison():
-                self._log.note(strategy, None, None, KEPT_BACK)
-                continue
-            self.doing(label(strategy))
-            outcome = self._run(strategy, keep=self._comparison(), compiles=True)
             why = "on the best so far, as nothing predicts it"
-            seconds = self._log.note(strategy, None, outcome, why)
+            seconds = self._try(strategy, why, compiles=True)
             if seconds is not None and seconds < best.seconds * (1 - _noise(first)):
                 best = _Measured(seconds, strategy)
                 measured = [best, *measured]
         return measured
+
+    def _try(
+        self,
+        strategy: Strategy,
+        why: str,
+        prediction: Prediction | None = None,
+        *,
+        compiles: bool = False,
+    ) -> float | None:
+        """Measure a candidate; None: it failed, or the budget has no room for it."""
+        if not self._has_room():
+            self._log.note(strategy, prediction, None, KEPT_BACK)
+            return None
+        self.doing(label(strategy))
+        outcome = self._run(strategy, keep=self._comparison(), compiles=compiles)
+        return self._log.note(strategy, prediction, outcome, why)
 
     def _codecs_of_fully_shard(self, first: Measurement) -> Tuned:
         """Choose between the baseline and what codecs bring, which nothing predicts here."""
@@ -244,12 +271,7 @@ class Tuner:
             strategy = self.base.with_gradients(codec=codec())
             if strategy == self.base:
                 continue
-            if self._left() < self._longest * RESERVE + self._comparison():
-                self._log.note(strategy, None, None, KEPT_BACK)
-                continue
-            self.doing(label(strategy))
-            outcome = self._run(strategy, keep=self._comparison())
-            seconds = self._log.note(strategy, None, outcome, only)
+            seconds = self._try(strategy, only)
             if seconds is not None:
                 measured.append(_Measured(seconds, strategy))
         measured.sort(key=lambda one: one.seconds)
@@ -265,7 +287,7 @@ class Tuner:
             )
         if enough:
             return "enough others were predicted faster"
-        if self._left() < self._longest * RESERVE + self._comparison():
+        if not self._has_room():
             return KEPT_BACK
         return ""
 
@@ -293,7 +315,7 @@ class Tuner:
     def _unpriced(self, strategy: Strategy) -> str:
         """Count what a measurement of the codec at work leaves out."""
         late = late_by(strategy.gradients.codec)
-        if not late or self.updates:
+        if not late or self.updates or late_by(self.base.gradients.codec):
             return ""
         return f"; that is from update {late} on: --updates N counts those before it, too"
 
@@ -326,6 +348,10 @@ class Tuner:
     def _left(self) -> float:
         """Seconds of the budget that are left."""
         return max(0.0, self._deadline - self.clock())
+
+    def _has_room(self) -> bool:
+        """Whether the budget has room for one more run and the comparison."""
+        return self._left() >= self._longest * RESERVE + self._comparison()
 
     def _comparison(self) -> float:
         """Seconds that the comparison with the baseline may take."""

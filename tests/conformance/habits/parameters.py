@@ -8,7 +8,7 @@ from torch.nn.utils import parametrizations
 
 from tests.conformance.habit import habit
 from tests.conformance.loop import Batch, Loop, mse
-from tests.conformance.models import WIDTH, Plug, Single, Tied
+from tests.conformance.models import WIDTH, Causal, Plug, Single, Tied
 
 
 def _layer() -> nn.Linear:
@@ -178,6 +178,13 @@ def not_contiguous(run: Loop) -> None:
 @habit("default dtype float64")
 def float64(run: Loop) -> None:
     torch.set_default_dtype(torch.float64)
+    run.start()
+    run.update(times=3)
+
+
+@habit("a buffer with infinite values")
+def infinite_buffer(run: Loop) -> None:
+    run.model.plugs.append(Causal())
     run.start()
     run.update(times=3)
 

@@ -171,19 +171,32 @@ def looked_at_in_no_sync(run: Loop) -> None:
 
 @habit("a backward fails in no_sync(), zeroed, and on", "session")
 def failed_in_no_sync(run: Loop) -> None:
-    def fails(model: nn.Module, batch: Batch) -> Tensor:
-        loss = mse(model, batch)
-        loss.register_hook(_refuse)
-        return loss
-
     run.start()
     for _ in range(2):
         with run.no_sync():
             run.backward()
             with contextlib.suppress(ZeroDivisionError):
-                run.backward(fails)
+                run.backward(_fails)
         run.optimizer.zero_grad()
         run.update(times=2)
+
+
+@habit("a second backward fails in no_sync(), step() behind it", "session")
+def second_failed_in_no_sync(run: Loop) -> None:
+    run.start()
+    for _ in range(2):
+        run.gradients()
+        with run.no_sync(), contextlib.suppress(ZeroDivisionError):
+            run.backward(_fails)
+        run.step()
+    run.update()
+
+
+def _fails(model: nn.Module, batch: Batch) -> Tensor:
+    """A loss whose backward raises at once."""
+    loss = mse(model, batch)
+    loss.register_hook(_refuse)
+    return loss
 
 
 def _refuse(gradient: Tensor) -> Tensor:
@@ -404,6 +417,25 @@ def grad_scaler_clips(run: Loop) -> None:
 @habit("torch's GradScaler loop, overflow on one rank", "own batches", "one update")
 def grad_scaler_overflow(run: Loop) -> None:
     _by_scaler(run, clips=False, overflow=True)
+
+
+class HeavyBall(torch.optim.Optimizer):
+    """Sets ``data``, and keeps the former one."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    former = self.state[p].get("former", p.data)
+                    self.state[p]["former"] = p.data
+                    p.data = p.data - group["lr"] * p.grad + 0.5 * (p.data - former)
+
+
+@habit("an optimizer of one's own that sets data", "optimizer's momentum")
+def data_set_in_step(run: Loop) -> None:
+    run.optimizer = HeavyBall(run.model.parameters(), {"lr": 0.05})
+    run.start()
+    run.update(times=3)
 
 
 @habit("optimizer.step() by hand")

@@ -24,6 +24,7 @@ from slipstream.planner.scale_out.stragglers import slowest
 from slipstream.planner.scale_out.transformer import (
     head_seconds,
     layer_seconds,
+    profile,
     workload,
 )
 from tests.planner.networks import ring_profile
@@ -85,6 +86,12 @@ def test_an_all_reduce_takes_the_faster_of_ring_and_tree(size: float) -> None:
 def test_one_rank_exchanges_nothing() -> None:
     curves = network("world", 1, LINK).curves.values()
     assert max(curve.seconds(size) for curve in curves for size in (1, 1e6, 1e12)) < 1e-20
+
+
+def test_one_replica_on_two_hosts_exchanges_nothing() -> None:
+    network = profile(shape(parallel={"tensor": 16}), 16)
+    assert network.world_size == 1
+    assert network.groups("world").all_reduce.seconds(2**20) < 1e-9
 
 
 def test_direct_sends_wait_for_the_uplinks_of_racks_and_rings_do_not() -> None:

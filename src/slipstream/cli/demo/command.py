@@ -19,7 +19,7 @@ from typer import Option
 from slipstream.advisor.advise import advise
 from slipstream.cli.demo.measured import EXACT, Measured
 from slipstream.cli.demo.report import alternation, result
-from slipstream.cli.options import LinkRate, check_writable
+from slipstream.cli.options import check_writable
 from slipstream.cli.ranks import PORT, describe_hosts, run_on_this_host
 from slipstream.errors import LaunchError, TraceError
 from slipstream.files.write import write_whole
@@ -47,7 +47,13 @@ FILES = {
 
 def demo(
     nodes: Annotated[int, Option(min=2, help="Emulated hosts, with one rank each.")] = 4,
-    rate: LinkRate = "1gbit",
+    rate: Annotated[
+        str | None,
+        Option(
+            help="Rate of each emulated host's link: 300mbit, 1gbit, 2.5gbit.",
+            show_default="1gbit",
+        ),
+    ] = None,
     steps: Annotated[int, Option(min=2, help="Iterations to time of each training.")] = 20,
     loopback: Annotated[
         bool, Option("--loopback", help="Run the ranks on this host, without slow links.")
@@ -73,7 +79,9 @@ def demo(
     """
     console = Console()
     console.width = min(console.width, COLUMNS)
-    bed = Testbed(nodes, rate)  # checks its arguments, before the folder is made
+    if loopback and rate is not None:
+        raise LaunchError("--rate has no effect with --loopback, which has no emulated links")
+    bed = Testbed(nodes, rate or "1gbit")  # checks its arguments, before the folder is made
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -53,7 +53,7 @@ class Measured:
 
     @property
     def trainings(self) -> list[str]:
-        """Those that exchange, DDP first."""
+        """The trainings that exchange, DDP first."""
         return [name for name in (DDP, EXACT, LOSSY, LOCAL) if name in self.exchanges]
 
     @property

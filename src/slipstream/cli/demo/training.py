@@ -215,7 +215,7 @@ def collect(
     network: str,
     held_out: DemoBatch,
 ) -> Measured:
-    """All that was measured, over all ranks; a collective."""
+    """Collect all that was measured, over all ranks; a collective."""
     ddp = trainings[DDP]
     assert isinstance(ddp, Ddp)
     exchanging = {name: one for name, one in trainings.items() if name != ALONE}

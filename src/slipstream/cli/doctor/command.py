@@ -17,7 +17,7 @@ from rich.console import Console
 from typer import Option
 
 from slipstream.cli.doctor.diagnoses import as_json as diagnoses_as_json, draw, exit_code
-from slipstream.cli.options import EmulatedRate, LinkRate, RanksPerNode, check_writable
+from slipstream.cli.options import EmulatedRate, check_writable
 from slipstream.cli.ranks import (
     describe_hosts,
     launched,
@@ -81,7 +81,7 @@ def host(
 @app.command()
 def links(
     nodes: Annotated[int | None, Option(min=2, help="Emulated hosts to start on.")] = None,
-    rate: LinkRate = "1gbit",
+    rate: EmulatedRate = None,
     seconds: Annotated[float, Option(min=0.2, max=60, help="Seconds for a link, about.")] = 1.0,
     verbose: Verbose = False,
     as_json: Everything = False,
@@ -96,6 +96,7 @@ def links(
     [dim]slipstream launch --nnodes 4 ... -m slipstream doctor links[/dim]
     [dim]srun --ntasks-per-node 1 slipstream doctor links[/dim]
     """
+    _refuse_without_nodes(nodes, rate=rate)
     job = json.dumps(
         {
             "seconds": seconds,
@@ -112,7 +113,7 @@ def links(
             "one host has no link: start it on several like a training (slipstream launch --nnodes "
             "4 ... -m slipstream doctor links, srun), or on emulated ones with --nodes 4"
         )
-    with Testbed(nodes, rate) as bed:
+    with Testbed(nodes, rate or "1gbit") as bed:
         code = bed.run(
             [on_node(bed, node, [sys.executable, "-m", LINKS, job]) for node in bed.nodes]
         )
@@ -129,7 +130,10 @@ def network(
         Option(min=2, help="Ranks to start on this host, without a launcher.", show_default="2"),
     ] = None,
     nodes: Annotated[int | None, Option(help="Emulated hosts to start ranks on, instead.")] = None,
-    ranks_per_node: RanksPerNode = 1,
+    ranks_per_node: Annotated[
+        int | None,
+        Option(min=1, help="With --nodes: ranks on each emulated host.", show_default="1"),
+    ] = None,
     rate: EmulatedRate = None,
     seconds: Annotated[float, Option(min=1, help="Upper limit of the measurement, about.")] = 20.0,
 ) -> None:
@@ -150,8 +154,7 @@ def network(
             f"--ranks {ranks} starts ranks on this host, --nodes {nodes} on emulated hosts: leave "
             "out one of the two; --ranks-per-node sets the ranks of each emulated host"
         )
-    if rate is not None and nodes is None:
-        raise ClusterError("--rate has no effect without --nodes: it is that of emulated links")
+    _refuse_without_nodes(nodes, rate=rate, ranks_per_node=ranks_per_node)
     screen = {"terminal": Console().is_terminal, "columns": Console().width}
     job = json.dumps({"file": str(output), "seconds": seconds, **screen})
     if launched():
@@ -161,11 +164,21 @@ def network(
     if nodes is not None:
         with Testbed(nodes, rate or "1gbit") as bed:
             console.print(describe_hosts(bed))
-            code = run_on_hosts(bed, ["-m", MEASURE, job], ranks_per_node, log_folder())
+            code = run_on_hosts(bed, ["-m", MEASURE, job], ranks_per_node or 1, log_folder())
         raise typer.Exit(code)
     if not Console().is_terminal:  # else a bar shows how far it is
         console.print(f"measuring on {ranks or 2} ranks; most of it takes {seconds:.0f} s")
     raise typer.Exit(run_on_this_host(MEASURE, job, ranks or 2, console))
+
+
+def _refuse_without_nodes(nodes: int | None, **emulated: object) -> None:
+    """Refuse options of emulated hosts where there are none."""
+    for name, value in emulated.items():
+        if value is not None and nodes is None:
+            raise ClusterError(
+                f"--{name.replace('_', '-')} has no effect without --nodes: it is that of emulated "
+                "hosts"
+            )
 
 
 def _refuse_both(option: str, number: int | None) -> None:

@@ -7,9 +7,8 @@ by ``slipstream launch`` or ``slipstream testbed run`` with the strategy of that
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -32,14 +31,14 @@ from slipstream.cli.ranks import (
     log_folder,
     make_log_folder,
     refuse_launcher,
-    slipstream,
 )
 from slipstream.cli.strategy_file import write_strategy
 from slipstream.cli.time_to_loss import LOSSY_ALONE
 from slipstream.cli.tune.display import Display, table
+from slipstream.cli.tune.place import Place, PlaceNetwork
 from slipstream.cli.tune.to_loss import show, tune_to_loss
 from slipstream.cluster.launcher import LaunchSpec
-from slipstream.errors import LaunchError, StrategyError, TestbedError
+from slipstream.errors import LaunchError, StrategyError
 from slipstream.files.write import write_whole
 from slipstream.planner.forecast import Forecast
 from slipstream.planner.network.profile import NetworkProfile
@@ -47,18 +46,15 @@ from slipstream.planner.search.ranking import Prediction
 from slipstream.strategy import AutoConfig, ByBytesConfig, FlatConfig, OptimalConfig, Strategy
 from slipstream.strategy.duration import seconds_of
 from slipstream.strategy.yaml import SUFFIXES
-from slipstream.testbed import Testbed, unavailable
 from slipstream.trace import Trace
 from slipstream.tuner.measured_choices import MEASURED_CHOICES
 from slipstream.tuner.own_strategy import own_strategy
 from slipstream.tuner.to_loss import TunedToLoss, check_updates
 from slipstream.tuner.trial_log import Trial, Tuned
-from slipstream.tuner.trials import STRATEGY, Trials, last_words, started
+from slipstream.tuner.trials import Trials
 from slipstream.tuner.tune import LEAST_BUDGET, Tuner
 
 console = Console(stderr=True)
-
-MOST_SECONDS = 20.0  # of the network's measurement
 
 
 Budget = Annotated[str, Option(help="Time for everything: 5m, 1h.")]
@@ -119,7 +115,7 @@ def tune(
     predicted to reach that loss first; slipstream plan predicts from the file of losses, too.
 
     The script must leave the strategy to accelerate(), and take some 80 steps. Files that it
-    writes are written again in every run.
+    writes are written again in every run; slipstream.Checkpoints are left alone.
 
     [dim]slipstream tune --ranks 4 -- train.py --batch 32[/dim]
     [dim]slipstream tune --budget 5m --nodes 4 --rate 1gbit -- train.py[/dim]
@@ -135,20 +131,24 @@ def tune(
         raise LaunchError(
             "--cluster has no effect without --allow-lossy: exact choices are measured"
         )
+    if updates is not None and exact_only:
+        raise LaunchError(
+            "--updates has no effect without --allow-lossy: exact choices are alike in all updates"
+        )
     if rate is not None and nodes is None:
         raise LaunchError("--rate has no effect without --nodes: it is that of emulated links")
     losses = _check_losses(losses, to_loss, steps, exact_only=exact_only)
     known = NetworkProfile.load(cluster) if cluster else None
     folder = log_folder("tune-")
     LaunchSpec(script=script, log_dir=folder)  # checks that the script exists
-    where = _Where(ranks or (1 if nodes else 2), nodes, rate or "1gbit")
+    place = Place(ranks or (1 if nodes else 2), nodes, rate or "1gbit")
     make_log_folder(folder, "start it in a folder that can be written")
-    trials = Trials(where.command(script, args or []), folder, steps or 10)
+    trials = Trials(place.command(script, args or []), folder, steps or 10)
     end_on_signals()
     found: Tuned | TunedToLoss
     try:
         with Display(seconds, console) as display:
-            network = _Network(where, known, folder / "network", display)
+            network = PlaceNetwork(place, known, folder / "network", display)
             if to_loss is not None:
                 found = tune_to_loss(
                     *(trials, base, to_loss, seconds, network.profile, display),
@@ -180,14 +180,14 @@ def tune(
         Console().print(Text(found.verdict, style="bold"))
     else:
         found.calibration.save(losses)
-        show(found, to_loss or 0.0, Console())
+        show(found, Console())
         files["losses"] = losses
     for name, path in files.items():
         Console().print(Text(f"{name}: {path}"), soft_wrap=True)
 
 
 def _predict(
-    updates: int | None, network: _Network, trace: Trace, base: Strategy
+    updates: int | None, network: PlaceNetwork, trace: Trace, base: Strategy
 ) -> list[Prediction]:
     """Predictions of ``base`` and of lossy strategies on its exchange, the fastest first."""
     return Forecast.of(trace, network.profile(), base, updates).lossy()
@@ -275,88 +275,9 @@ def _start(strategy: Strategy) -> Strategy:
     if isinstance(gradients.transport, AutoConfig):
         console.print("transport: auto needs a long training; tuning starts from flat")
         fixed["transport"] = FlatConfig()
+    trace = strategy.trace
+    if trace.norms:
+        console.print("trace.norms is left out, as not all strategies allow it")
+        trace = trace.model_copy(update={"norms": False})
     gradients = gradients.model_copy(update=fixed)
-    return strategy.model_copy(update={"gradients": gradients})
-
-
-@dataclass(frozen=True)
-class _Where:
-    """The place of trials: ranks of this host, or emulated hosts.
-
-    Raises:
-        LaunchError: a single rank.
-        TestbedError: the hosts cannot be emulated as asked, or not on this machine.
-    """
-
-    ranks: int
-    nodes: int | None
-    rate: str
-
-    def __post_init__(self) -> None:
-        if self.nodes is not None:
-            Testbed(self.nodes, self.rate)
-            if reason := unavailable():
-                raise TestbedError(reason)
-        if self.ranks * (self.nodes or 1) == 1:
-            raise LaunchError(
-                "a single rank exchanges nothing, so there is nothing to tune; give --ranks"
-            )
-
-    def command(self, script: str, args: Sequence[str]) -> Callable[[Path], list[str]]:
-        """The command of a trial, given its folder."""
-
-        def command(folder: Path) -> list[str]:
-            files = {"strategy": folder / STRATEGY, "log_dir": folder / "logs"}
-            if self.nodes is None:
-                return slipstream("launch", "--", script, *args, nproc=self.ranks, **files)
-            return slipstream("testbed run", "--", script, *args, **self.hosts, **files)
-
-        return command
-
-    def doctor(self, output: Path, seconds: float) -> list[str]:
-        """The command that measures the network there."""
-        ranks = self.hosts if self.nodes else {"ranks": self.ranks}
-        return slipstream("doctor network", **ranks, output=output, seconds=round(seconds))
-
-    @property
-    def hosts(self) -> dict[str, object]:
-        """The options of emulated hosts."""
-        return {"nodes": self.nodes, "rate": self.rate, "ranks_per_node": self.ranks}
-
-
-@dataclass(frozen=True)
-class _Network:
-    """Costs of exchanges where the trials run: known, or measured into a folder."""
-
-    where: _Where
-    known: NetworkProfile | None
-    folder: Path
-    display: Display
-
-    def profile(self) -> NetworkProfile:
-        """The profile, with a warning for each doubt about it.
-
-        Raises:
-            LaunchError: it could not be measured within the budget.
-        """
-        profile = self.known or _measured(self.where, self.folder.resolve(), self.display)
-        for doubt in profile.doubts:
-            self.display.warn(doubt)
-        return profile
-
-
-def _measured(where: _Where, folder: Path, display: Display) -> NetworkProfile:
-    display.doing("measuring the network")
-    file = folder / "cluster.yaml"
-    seconds = min(MOST_SECONDS, max(2.0, display.left() / 20))
-    with started(where.doctor(file, seconds), folder) as process:
-        try:
-            code = process.wait(display.left())
-        except subprocess.TimeoutExpired:
-            raise LaunchError(
-                "the budget ended while the network was measured: give a larger --budget, or the "
-                "file of an earlier measurement (--cluster)"
-            ) from None
-    if code:
-        raise LaunchError(f"the network could not be measured: {last_words(folder)}")
-    return NetworkProfile.load(file)
+    return strategy.model_copy(update={"gradients": gradients, "trace": trace})

@@ -16,7 +16,7 @@ from slipstream.planner.progress.time_to_loss import LossForecast
 from slipstream.planner.search.ranking import Prediction
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace
-from slipstream.tuner.to_loss import UPDATES, LossTuner, TunedToLoss
+from slipstream.tuner.to_loss import RUN_UPDATES, LossTuner, TunedToLoss
 from slipstream.tuner.trial_log import Trial
 from slipstream.tuner.trials import Failure, Measurement, Trials
 
@@ -48,7 +48,7 @@ def tune_to_loss(
         budget: seconds.
         network: measures the network, or reads what it costs.
         display: of the current activity.
-        steps: updates of a run; None: `UPDATES`.
+        steps: updates of a run; None: `RUN_UPDATES`.
         total: updates of the whole training, if known.
         hidden: why the script may not use the strategy that a trial gives it, if it looks so.
         notify: called with all trials after each new one.
@@ -73,17 +73,17 @@ def tune_to_loss(
         loss=loss,
         budget=budget,
         predict=predict,
-        updates=steps or UPDATES,
+        updates=steps or RUN_UPDATES,
         hidden=hidden,
         notify=notify,
         doing=display.doing,
     ).tune()
 
 
-def show(tuned: TunedToLoss, loss: float, console: Console) -> None:
+def show(tuned: TunedToLoss, console: Console) -> None:
     """Print the predictions, their doubts and the choice."""
     forecast = LossForecast(tuned.calibration)
-    console.print(table(tuned.predictions, forecast.base, f"time to a loss of {loss:g}"))
+    console.print(table(tuned.predictions, forecast.base, f"time to a loss of {tuned.loss:g}"))
     for line in agreement(tuned.calibration):
         console.print(Text(line), soft_wrap=True)
     far = doubts(forecast, tuned.predictions, forecast.base)

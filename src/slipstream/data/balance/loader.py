@@ -22,6 +22,7 @@ from torch.utils.data import (
 
 from slipstream.data.balance.batches import BalancedBatches, Position
 from slipstream.data.balance.cost import LengthCost
+from slipstream.data.own_iteration import iterates_itself
 from slipstream.errors import ModelError, UsageError
 from slipstream.strategy import BalanceConfig, Row
 
@@ -88,6 +89,8 @@ class SampleBalance:
         self._position: Position = (0, 0)
         """Of the iteration that is under way, or of the next one."""
         self._taken, self._running = 0, False
+        self._iteration = 0
+        """Number of the latest iteration, or of the place that a state was restored to."""
         self._unweighed = 0
         """Batches that were taken since a weight was last asked for."""
         self.loader: DataLoader[Any] = DataLoader(
@@ -130,8 +133,11 @@ class SampleBalance:
 
     @property
     def num_batches(self) -> int:
-        """Number of batches of the iteration that is under way, or of the next one."""
-        return self._batches.num_batches(self._position if self._running else self._following)
+        """Number of batches of the iteration that is under way, or of the next one, to which the
+        user's sampler may be set already."""
+        set_anew = self._epochs is not None and self._epochs.epoch != self._position[0]
+        under_way = self._running and not set_anew
+        return self._batches.num_batches(self._position if under_way else self._following)
 
     @property
     def _following(self) -> Position:
@@ -143,20 +149,34 @@ class SampleBalance:
             epoch, first = self._epochs.epoch, 0
         return epoch, first
 
-    def begin(self) -> None:
-        """The next iteration begins."""
+    def begin(self) -> int:
+        """The next iteration begins; returns its number."""
         self._position = epoch, first = self._following
         self._taken = self._unweighed = 0
         self._running = True
         self._batches.set_epoch(epoch, start=first)
+        self._iteration += 1
+        return self._iteration
 
-    def take(self) -> None:
-        """A batch is given out."""
+    def take(self, iteration: int) -> None:
+        """A batch is given out.
+
+        Raises:
+            UsageError: its place is no more the one that batches are weighed by.
+        """
+        if iteration != self._iteration:
+            raise UsageError(
+                "data.balance: a batch was asked for in a loop over session.loader in which a "
+                "state was restored, or another loop begun; begin another loop over "
+                "session.loader, which goes on where the state says"
+            )
         self._taken += 1
         self._unweighed += 1
 
-    def end(self) -> None:
+    def end(self, iteration: int) -> None:
         """A pass is over."""
+        if iteration != self._iteration:
+            return
         self._position = self._position[0] + 1, 0
         self._taken, self._running = 0, False
 
@@ -170,6 +190,7 @@ class SampleBalance:
         self._position = self._batches.position
         self._taken = self._unweighed = 0
         self._running = False
+        self._iteration += 1
 
     def close(self) -> None:
         """Nothing was changed."""
@@ -209,14 +230,14 @@ class BalancedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         # at once, not with the first batch: a pass that is gone on with draws what it has drawn
-        self._balance.begin()
-        return self._given(iter(self._loader))
+        iteration = self._balance.begin()
+        return self._given(iter(self._loader), iteration)
 
-    def _given(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _given(self, batches: Iterator[Any], iteration: int) -> Iterator[Any]:
         for batch in batches:
-            self._balance.take()
+            self._balance.take(iteration)
             yield batch
-        self._balance.end()
+        self._balance.end(iteration)
 
 
 def is_balanceable(loader: Any, rank: int, ranks: int) -> bool:
@@ -245,6 +266,12 @@ def _checked_sampler(loader: Any, rank: int, ranks: int) -> Any:
         raise ModelError(
             f"data.balance deals the samples of a map-style dataset in a torch DataLoader; this is "
             f"a {what}: give a DataLoader over a map-style dataset, or leave data.balance out"
+        )
+    if iterates_itself(loader):
+        raise ModelError(
+            f"data.balance reads the samples of a DataLoader itself; a {type(loader).__name__} "
+            "iterates in its own way, which would be lost: give a DataLoader of torch's own class, "
+            "or leave data.balance out"
         )
     sampler: Any = loader.sampler
     plain = isinstance(sampler, RandomSampler | SequentialSampler) and ranks == 1

@@ -12,6 +12,7 @@ from weakref import ReferenceType, finalize, ref
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from slipstream.data.own_iteration import iterates_itself
 from slipstream.data.prefetch.device_copy import copied_ahead
 from slipstream.data.prefetch.map_reader import MapReader
 from slipstream.data.prefetch.stream_reader import StreamReader
@@ -73,7 +74,7 @@ def is_prefetchable(loader: Any, *, streams: bool = True) -> bool:
         >>> is_prefetchable(DataLoader([1, 2])), is_prefetchable([1, 2])
         (True, False)
     """
-    if not isinstance(loader, DataLoader) or _iterates_itself(loader):
+    if not isinstance(loader, DataLoader) or _cannot_be_read(loader):
         return False
     if not streams:
         return not (isinstance(loader.dataset, IterableDataset) or hasattr(loader, "state_dict"))
@@ -99,7 +100,7 @@ class PrefetchLoader:
         cores: int | None,
         sharers: int,
     ) -> None:
-        if not isinstance(loader, DataLoader) or _iterates_itself(loader):
+        if not isinstance(loader, DataLoader) or _cannot_be_read(loader):
             raise ModelError(
                 "data.prefetch reads a torch DataLoader ahead, that iterates as torch's does; the "
                 f"loader is a {type(loader).__name__}: give a DataLoader, or leave data.prefetch "
@@ -197,15 +198,10 @@ class PrefetchLoader:
             yield batch
 
 
-def _iterates_itself(loader: DataLoader[Any]) -> bool:
-    """Whether a class of its own yields something else than the batches of its samplers.
-
-    One that keeps a state is iterated as it is.
-    """
-    kind = type(loader)
-    own = kind.__iter__ is not DataLoader.__iter__
-    own = own or kind._get_iterator is not DataLoader._get_iterator
-    return own and not hasattr(loader, "state_dict")
+def _cannot_be_read(loader: DataLoader[Any]) -> bool:
+    """Whether indices do not say what its batches are; one that keeps a state is iterated as it
+    is."""
+    return iterates_itself(loader) and not hasattr(loader, "state_dict")
 
 
 def _is_open(batches: Iterator[Any]) -> bool:

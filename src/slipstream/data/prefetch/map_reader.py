@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from slipstream.data.prefetch.passes import Batch, Passes
 from slipstream.data.prefetch.sources import Failed, Inline, Source, Threads
 from slipstream.data.prefetch.workers import Workers
-from slipstream.data.stamp import DatasetStamp, same, stamp_of
+from slipstream.data.stamp import DatasetStamp, same, stamp_of_batches
 from slipstream.errors import DataError, ModelError, UsageError
 from slipstream.memory.offload.free_space import free_host_bytes
 from slipstream.pytree import tensors
@@ -79,7 +79,7 @@ class MapReader:
         self._timing = _Timing()
         self._source: Source | None = None
         self._stamp: DatasetStamp = []
-        """Of the dataset that the source reads."""
+        """Of what the source reads."""
         self._starts = 0
         self._reads_itself = self._is_judging = self._is_judged = False
         self.value, self.gave_all, self.skips = "not begun", False, False
@@ -111,12 +111,12 @@ class MapReader:
         return None if number is None else self._pass(number)
 
     def _is_stale(self) -> bool:
-        """Whether the dataset was changed since those who read got it, where the workers of the
-        user's own loader would get it anew."""
+        """Whether the dataset or the ``collate_fn`` was changed since those who read got it, where
+        the workers of the user's own loader would get it anew."""
         own = self._loader.num_workers > 0 and self._loader.persistent_workers
         if own or self._source is None:
             return False
-        return not same(self._stamp, stamp_of(self._loader.dataset))
+        return not same(self._stamp, stamp_of_batches(self._loader))
 
     def close(self) -> None:
         """End workers and threads."""
@@ -156,7 +156,7 @@ class MapReader:
         asked."""
         try:
             if self._source is None:
-                self._stamp = stamp_of(self._loader.dataset)
+                self._stamp = stamp_of_batches(self._loader)
                 self._source = self._first_source()
             elif self._is_judging and self._timing.has_read(SEEN):
                 self._source = self._judged_source()

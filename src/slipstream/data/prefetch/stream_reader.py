@@ -25,7 +25,7 @@ from slipstream.data.prefetch.workers import (
     unpacked,
     with_workers,
 )
-from slipstream.data.stamp import DatasetStamp, same, stamp_of
+from slipstream.data.stamp import DatasetStamp, same, stamp_of_batches
 from slipstream.errors import DataError, ModelError, UsageError
 from slipstream.strategy import PrefetchConfig
 
@@ -102,12 +102,12 @@ class StreamReader:
         return self._pass(self._reading)
 
     def _is_stale(self) -> bool:
-        """Whether the dataset was changed since workers got it, where those of the user's own
-        loader would get it anew."""
+        """Whether the dataset or the ``collate_fn`` was changed since workers got it, where those
+        of the user's own loader would get it anew."""
         own = self._given.num_workers > 0 and self._given.persistent_workers
         if own or self.keeps_state or self._loader is None:
             return False
-        return not same(self._stamp, stamp_of(self._given.dataset))
+        return not same(self._stamp, stamp_of_batches(self._given))
 
     def close(self) -> None:
         """End thread and workers."""
@@ -146,7 +146,7 @@ class StreamReader:
 
     def _new(self) -> _Reading:
         if self._loader is None:
-            self._stamp = stamp_of(self._given.dataset)
+            self._stamp = stamp_of_batches(self._given)
             self._loader = self._given if self.keeps_state else self._with_workers()
         loader: Any = self._loader
         state_of = loader.state_dict if self.keeps_state else None

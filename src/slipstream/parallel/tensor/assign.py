@@ -76,7 +76,8 @@ class ShardedModule:
                 axes = self._weight_axes()
                 length = self._weight().shape[axes.inputs]
                 self._check_divides(length, self.ranks, "inputs")
-                self.shards["weight"] = Shard.even(axes.inputs, length, self.ranks)
+                shard = self.shards["weight"] = Shard.even(axes.inputs, length, self.ranks)
+                self._widths(axes.inputs, shard)
             case styles.ChannelsConfig():
                 self._channels()
             case styles.VocabularyConfig():
@@ -108,7 +109,11 @@ class ShardedModule:
         self.shards["weight"] = shard
         if any(name == "bias" for name, _ in self.module.named_parameters(recurse=False)):
             self.shards["bias"] = Shard(0, shard.sizes, shard.parts)
-        widths = (name for name, axis in axes.widths.items() if axis == axes.outputs)
+        self._widths(axes.outputs, shard)
+
+    def _widths(self, axis: int, shard: Shard) -> None:
+        """Attributes that measure an axis of the weight."""
+        widths = (name for name, measured in self._weight_axes().widths.items() if measured == axis)
         self.attributes |= dict.fromkeys(widths, shard.widths)
 
     def _channels(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -142,10 +143,6 @@ def column_hooks(
     axes = weight_axes(layer)
     assert axes is not None
 
-    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, *others = args
-        return (region.enter_column(x, sequence=sequence), *others)
-
     def after(module: nn.Module, _: tuple[Any, ...], y: torch.Tensor) -> torch.Tensor:
         if gather:
             region.leave()
@@ -154,7 +151,35 @@ def column_hooks(
             region.streams.use_local()
         return y
 
-    return [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
+    def entered(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return region.enter_column(x, sequence=sequence)
+
+    return [_changing_input(layer, entered), layer.register_forward_hook(after)]
+
+
+def _changing_input(
+    layer: nn.Module, change: Callable[[nn.Module, torch.Tensor], torch.Tensor]
+) -> Any:
+    """Register a hook that changes the first argument of ``layer``, given by position or by name.
+
+    Raises:
+        UsageError: later, where the layer is called by other names.
+    """
+
+    def before(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (change(module, args[0]), *args[1:]), kwargs
+        first = next(iter(signature(module.forward).parameters), "")
+        if first not in kwargs:
+            raise UsageError(
+                f"a split {type(module).__name__} was called with {', '.join(kwargs) or 'nothing'}"
+                " by name; allowed: its input by position"
+            )
+        return args, {**kwargs, first: change(module, kwargs[first])}
+
+    return layer.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def _gather_outputs(y: torch.Tensor, group: Group, axis: int, shard: Shard) -> torch.Tensor:
@@ -174,14 +199,13 @@ def sequence_hooks(
     ``enter``: its input is whole, and is split here. ``leave``: its output is gathered here.
     """
 
-    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, *others = args
+    def entered(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if enter:
             region.lengths[axis] = x.shape[axis]
             x = regions.scatter_to_region(x, region.group, axis)
         if module.training:
             region.streams.use_local()
-        return (x, *others)
+        return x
 
     def after(_: nn.Module, __: tuple[Any, ...], y: torch.Tensor) -> torch.Tensor:
         region.streams.use_common()
@@ -189,7 +213,7 @@ def sequence_hooks(
             return y
         return regions.gather_from_region(y, region.group, axis, region.piece_sizes(axis))
 
-    hooks = [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
+    hooks = [_changing_input(layer, entered), layer.register_forward_hook(after)]
     return hooks + region.sum_gradients(layer.parameters())
 
 
@@ -220,8 +244,11 @@ _HOOKS = (
 )
 
 
-def _share_hooks(layer: nn.Module, replacement: nn.Module) -> None:
-    """The script's hooks work in place of the layer, too, and its handles take them off both."""
+def _stand_in(layer: nn.Module, replacement: nn.Module) -> None:
+    """The script finds the layer's attributes and hooks; its handles take these off both."""
+    for name, value in vars(layer).items():
+        if not name.startswith("_") and name != "forward":
+            vars(replacement).setdefault(name, value)
     for name in _HOOKS:
         vars(replacement)[name] = vars(layer)[name]
     vars(replacement)["_is_full_backward_hook"] = vars(layer)["_is_full_backward_hook"]
@@ -243,13 +270,13 @@ class RowParallel(nn.Module):
         self._product, self._spatial_dims = _product_of(layer), weight.dim() - 2
         self._region, self._sequence = region, sequence
         self.hooks = region.sum_gradients([bias]) if sequence and bias is not None else []
-        _share_hooks(layer, self)
+        _stand_in(layer, self)
         self.train(layer.training)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``: split along its features (channels)."""
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``input``: split along its features (channels)."""
         self._region.leave()
-        y = self._product(x, self.weight)
+        y = self._product(input, self.weight)
         group = self._region.group
         if self._sequence:
             y = regions.reduce_scatter_from_region(y, group, SEQUENCE)
@@ -290,18 +317,18 @@ class VocabularyParallel(nn.Module):
         local = None if padding is None else padding - self.start
         self._local_padding = local if local is not None and 0 <= local < self.rows else None
         self._region = region
-        _share_hooks(layer, self)
+        _stand_in(layer, self)
         self.train(layer.training)
 
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """``words``: integers of any shape, the same on every rank.
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``input``: words, integers of any shape, the same on every rank.
 
         Raises:
             IndexError: a word outside the embedding.
         """
-        index = words - self.start
+        index = input - self.start
         # Words of other ranks are masked; words of no rank are left for torch to refuse.
-        in_vocabulary = (words >= 0) & (words < self.num_embeddings)
+        in_vocabulary = (input >= 0) & (input < self.num_embeddings)
         elsewhere = in_vocabulary & ((index < 0) | (index >= self.rows))
         rows = F.embedding(index.masked_fill(elsewhere, 0), self.weight, self._local_padding)
         local = rows.masked_fill(elsewhere.unsqueeze(-1), 0)

@@ -210,7 +210,7 @@ def _after(
     flying: Mapping[str | None, list[_InFlight]],
     now: float,
 ) -> list[_InFlight]:
-    """Those that have ended once so many seconds have passed; others may begin their next phase."""
+    """Return what has ended after so many seconds; others may begin their next phase."""
     for one, stretch in stretches:
         one.seconds_left -= seconds / stretch
     over = [one for one, _ in stretches if one.seconds_left <= _INSTANT]

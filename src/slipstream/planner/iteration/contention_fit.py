@@ -49,7 +49,7 @@ _SWEEPS = 10
 _HALVINGS = 12
 
 
-def prepare(trace: Trace, network: NetworkProfile) -> tuple[Workload, NetworkProfile]:
+def read_trace(trace: Trace, network: NetworkProfile) -> tuple[Workload, NetworkProfile]:
     """The workload of a trace, and the network with the contention that explains the trace.
 
     The trace of a single process has no exchanges: every rank is assumed to be like it.

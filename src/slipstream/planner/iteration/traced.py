@@ -39,7 +39,6 @@ from slipstream.strategy import (
     OptimalConfig,
     ShardedConfig,
     Strategy,
-    TraceConfig,
 )
 from slipstream.trace.event import (
     BACKWARD,
@@ -365,9 +364,12 @@ def traced_strategy(trace: Trace) -> Strategy:
     Raises:
         StrategyError: it has settings that this version does not know.
     """
-    strategy = Strategy.load(trace.meta.get("strategy") or {})
+    document = trace.meta.get("strategy") or {}
+    strategy = Strategy.load(
+        {name: settings for name, settings in document.items() if name != "trace"}
+    )
     if isinstance(strategy.gradients.split, OptimalConfig):
         strategy = strategy.with_gradients(split=ByIndexConfig.of_cuts(cuts_of(trace)))
     if isinstance(strategy.gradients.transport, AutoConfig):
         strategy = strategy.with_gradients(transport=FlatConfig())
-    return strategy.model_copy(update={"trace": TraceConfig()})
+    return strategy

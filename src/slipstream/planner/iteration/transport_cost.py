@@ -1,7 +1,7 @@
 """Costs of transports: which collectives each takes of a network, and how it contends.
 
-To add one: a row in ``RECIPES``; where its collectives are new ones, also their names in ``cost``
-and how to time them in ``calibration.collective_timer``.
+To add one: a row in ``RECIPES``; where its collectives are new ones, also their names in
+``network.profile.CollectiveName`` and how to time them in ``calibration.collective_timer``.
 """
 
 from __future__ import annotations

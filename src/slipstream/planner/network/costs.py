@@ -33,7 +33,7 @@ class HalfSpeed(FrozenModel):
     convolutional: float = Field(gt=0)
 
     def of(self, convolutions: float) -> float:
-        """That of a model, ``convolutions`` of whose layers are such."""
+        """Give the speed of a model, ``convolutions`` of whose layers are such."""
         return 1 / (convolutions / self.convolutional + (1 - convolutions) / self.dense)
 
 

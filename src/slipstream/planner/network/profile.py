@@ -184,7 +184,7 @@ class NetworkProfile(Contention):
         return self.model_copy(update={"networks": networks})
 
     def contention(self, direct: bool) -> Contention:
-        """That of direct sends, where it was measured, or that of the backend's collectives."""
+        """Find what was measured of direct sends, else that of the backend's collectives."""
         return self.direct if direct and self.direct is not None else self
 
     def with_contention(self, direct: bool, values: Mapping[str, float]) -> NetworkProfile:

@@ -60,7 +60,7 @@ class Delay:
 
     @classmethod
     def none(cls) -> Delay:
-        """That of an exact strategy: none, by definition.
+        """Make the delay of an exact strategy: none, by definition.
 
         Example:
             >>> float(Delay.none().updates_for(np.array(300.0)).max())

@@ -165,7 +165,7 @@ class LossForecast:
 
     @cached_property
     def curve(self) -> LossCurve:
-        """That of the first run.
+        """The curve of the first run.
 
         Raises:
             TraceError: its losses tell no curve.

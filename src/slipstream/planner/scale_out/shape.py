@@ -6,7 +6,7 @@ A file of them is YAML or JSON, and is checked as a strategy is.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -49,7 +49,22 @@ class FabricConfig(Setting):
         return self
 
 
-class FabricFileConfig(Setting):
+class _FileConfig(Setting):
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a file.
+
+        Raises:
+            StrategyError: it cannot be read, or a value is wrong; names the place.
+        """
+        document = read(path)
+        try:
+            return cls.model_validate(document)
+        except StrategyError as error:
+            raise StrategyError(f"{path}: {error}") from None
+
+
+class FabricFileConfig(_FileConfig):
     """A file of the fabric alone, beside a trace.
 
     Example:
@@ -58,15 +73,6 @@ class FabricFileConfig(Setting):
     """
 
     fabric: FabricConfig
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read a file.
-
-        Raises:
-            StrategyError: it cannot be read, or a value is wrong; names the place.
-        """
-        return _loaded(cls, path)
 
 
 class TransformerConfig(Setting):
@@ -161,7 +167,7 @@ class ReplicaConfig(Setting):
     """Parts of the model on each stage."""
 
 
-class ScaleOutConfig(Setting):
+class ScaleOutConfig(_FileConfig):
     """A whole file.
 
     Example:
@@ -203,15 +209,6 @@ class ScaleOutConfig(Setting):
             )
         return self
 
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read a file.
-
-        Raises:
-            StrategyError: it cannot be read, or a value is wrong; names the place.
-        """
-        return _loaded(cls, path)
-
     def replicas(self, ranks: int) -> int:
         """Count the replicas of the model on so many ranks.
 
@@ -252,14 +249,3 @@ class ScaleOutConfig(Setting):
                 f"micro-batches of {micro} do not divide; choose another batch.micro or fewer ranks"
             )
         return samples // micro
-
-
-_File = TypeVar("_File", bound=Setting)
-
-
-def _loaded(kind: type[_File], path: Path) -> _File:
-    document = read(path)
-    try:
-        return kind.model_validate(document)
-    except StrategyError as error:
-        raise StrategyError(f"{path}: {error}") from None

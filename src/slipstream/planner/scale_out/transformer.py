@@ -126,7 +126,7 @@ def profile(shape: ScaleOutConfig, ranks: int) -> NetworkProfile:
     groups = min(tensor, machine.ranks_per_host)
     uplinks = uplink_slowdown(hosts, shape.fabric)
     across, direct = _inside(machine), 1.0
-    if hosts > 1:
+    if hosts > 1 and replicas > 1:  # one replica exchanges nothing
         between = _between(machine, groups)
         across = LinkSpeed(between.latency, min(across.rate, between.rate))
         # a ring leaves a host once; direct sends of all its ranks go to all ranks elsewhere

@@ -273,7 +273,7 @@ def _fixed_splits() -> list[SplitConfig]:
 
 
 def _distinct(strategies: Sequence[Strategy], gradients: Sequence[Gradient]) -> list[Strategy]:
-    """Without those that exchange these gradients exactly as an earlier one does."""
+    """Drop strategies that exchange these gradients exactly as an earlier one does."""
     first: dict[object, Strategy] = {}
     for strategy in strategies:
         segments = plan_segments(gradients, strategy.gradients.split)

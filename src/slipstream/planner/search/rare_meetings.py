@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from slipstream.errors import StrategyError
 from slipstream.planner.iteration.local_cost import is_costed, local_bytes, local_seconds
 from slipstream.planner.iteration.workload import Workload
 from slipstream.planner.network.profile import NetworkProfile
@@ -20,6 +21,7 @@ from slipstream.strategy import (
     SharedMemoryConfig,
     Strategy,
 )
+from slipstream.strategy.local_checks import check_local
 
 STEPS = (8, 16, 32, 64, 128)
 FRAGMENTS = 4
@@ -67,6 +69,10 @@ def choose_meetings(
     """
     if network.world_size == 1:
         return RareMeetings(None, "one rank meets nobody")
+    try:
+        check_local(next(_settings(base, network)))
+    except StrategyError as error:
+        return RareMeetings(None, f"the strategy of the trace stays as it is: {error}")
     alone = float(workload.alone(base.gradients.accumulate).max())
     best = min(exchanges, key=lambda prediction: prediction.seconds)
     reached = alone / best.seconds

@@ -1,0 +1,139 @@
+"""Rounds begin with the model that the script has loaded, alike on all ranks, and end for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import slipstream
+from tests.harness.ranks import Ranks
+from tests.local.reference import flat
+from tests.local.test_training import build, loss_of, sgd
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def another() -> nn.Module:
+    model = build()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5)
+    return model
+
+
+def still(model: nn.Module) -> torch.optim.Optimizer:
+    return SGD(model.parameters(), lr=0.0)
+
+
+@pytest.mark.parametrize("warm_up", [0, 1])
+def test_a_model_loaded_before_the_first_round_is_evaluated_and_saved(warm_up: int) -> None:
+    model, other = build(), another()
+    strategy = {"local": {"steps": 2, "warm_up": warm_up}}
+    with slipstream.accelerate(model, still(model), None, strategy) as session:
+        for update in range(warm_up):
+            session.backward(loss_of(model, 0, update))
+            session.step()
+        model.load_state_dict(other.state_dict())
+        with session.evaluating():
+            assert torch.equal(flat(model.parameters()), flat(other.parameters()))
+        model.load_state_dict(build().state_dict())
+        model.load_state_dict(other.state_dict())
+        saved = session.checkpoint()
+    assert torch.equal(flat(saved["model"].values()), flat(other.state_dict().values()))
+    [meeting] = saved["session"]["local"]["meetings"]
+    assert meeting["outer"].sum().item() == pytest.approx(flat(other.parameters()).sum().item())
+
+
+def test_a_state_of_plain_averaging_may_be_loaded_before_the_model() -> None:
+    model = build()
+    with slipstream.accelerate(model, sgd(model)) as session:
+        for update in range(3):
+            session.backward(loss_of(model, 0, update))
+            session.step()
+        saved = session.checkpoint()
+    again = build()
+    with slipstream.accelerate(again, still(again), None, {"local": {"steps": 2}}) as session:
+        session.load_state_dict(saved["session"])
+        again.load_state_dict(saved["model"])
+        for update in range(4):
+            session.backward(loss_of(again, 0, update))
+            session.step()
+    assert torch.equal(flat(again.parameters()), flat(model.parameters()))
+
+
+def two_passes_an_update() -> Tensor:
+    """Sharpness-aware minimisation by hand."""
+    model = build()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with slipstream.accelerate(model, optimizer, None, {"local": {"steps": 4}}) as session:
+        for update in range(4):
+            session.backward(loss_of(model, session.rank, update))
+            moves = [0.05 * p.grad / (p.grad.norm() + 1e-12) for p in model.parameters()]
+            with torch.no_grad():
+                for p, move in zip(model.parameters(), moves, strict=True):
+                    p.add_(move)
+            optimizer.zero_grad()
+            session.backward(loss_of(model, session.rank, update))
+            with torch.no_grad():
+                for p, move in zip(model.parameters(), moves, strict=True):
+                    p.sub_(move)
+            session.step()
+            if not update:
+                with session.evaluating():
+                    begun = flat(model.parameters())
+        with session.evaluating():
+            return torch.stack([begun, flat(model.parameters())])
+
+
+def test_two_passes_an_update_begin_where_all_ranks_do(two: Ranks) -> None:
+    first, second = two.run(two_passes_an_update)
+    assert torch.equal(first, second)
+    assert torch.equal(first[0], flat(build().parameters()))
+
+
+def without_an_update(updates: tuple[int, int]) -> Tensor:
+    model = build()
+    rank = torch.distributed.get_rank()
+    local = {"steps": 2, "stretch": 2}
+    with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
+        for update in range(updates[rank]):
+            session.backward(loss_of(model, rank, update))
+            session.step()
+        own = flat(model.parameters())
+    assert updates[rank] == 0 or torch.equal(flat(model.parameters()), own)
+    return flat(model.parameters())
+
+
+@pytest.mark.parametrize("updates", [(0, 5), (5, 0), (0, 0)], ids=str)
+def test_a_rank_without_an_update_ends_nobody(two: Ranks, updates: tuple[int, int]) -> None:
+    first, second = two.run(without_an_update, updates)
+    assert torch.equal(first, second)
+
+
+def saved_now_and_then(folder: str) -> list[str]:
+    model = build()
+    rank = torch.distributed.get_rank()
+    local = {"steps": 4, "stretch": 3}
+    checkpoints = slipstream.Checkpoints(folder)
+    with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
+        for update in range(9 + 8 * rank):
+            session.backward(loss_of(model, rank, update))
+            session.step()
+            checkpoints.step(session, every=4)
+        checkpoints.wait()
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_a_rank_that_goes_on_alone_saves_nothing(two: Ranks, tmp_path: Path) -> None:
+    first, second = two.run(saved_now_and_then, str(tmp_path / "checkpoints"))
+    assert first == second
+    assert first

@@ -1,0 +1,97 @@
+"""Buffers that nobody changes keep their bits, and those that ranks change are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import slipstream
+from tests.harness.ranks import Ranks
+from tests.transport.emulated_hosts import on_hosts
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    with Ranks(3) as ranks:
+        yield ranks
+
+
+def constants() -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    return {
+        "mask": torch.full((3, 3), -torch.inf).triu(1),
+        "lowest": torch.full((2,), torch.finfo(torch.float32).min),
+        "unknown": torch.full((2,), torch.nan),
+        "wide": torch.rand(64, dtype=torch.float64),
+        "frequencies": torch.rand(256),
+    }
+
+
+class Seen(nn.Module):
+    """A layer that counts on in one buffer, and has some that stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1)
+        self.register_buffer("seen", torch.full((1,), torch.inf))
+        for name, value in constants().items():
+            self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.copy_(torch.where(self.seen.isinf(), 0, self.seen) + x.sum())
+        return self.layer(x)
+
+
+def trained(delay: int, updates: int, where: Sequence[int]) -> tuple[Seen, Seen]:
+    """The model after training, and as it was evaluated before the end."""
+    kind = "hierarchical" if len({*where}) < len(where) else "flat"
+    strategy = {"local": {"steps": 2, "delay": delay}, "gradients": {"transport": kind}}
+    model, evaluated = Seen(), Seen()
+    hosts = on_hosts(where) if len(where) > 1 else nullcontext()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with hosts, slipstream.accelerate(model, optimizer, None, strategy) as session:
+        for update in range(updates):
+            x = torch.full((2, 4), 1.0 + session.rank + update)
+            session.backward(model(x).square().mean() * 0.01)
+            session.step()
+        with session.evaluating():
+            evaluated.load_state_dict(model.state_dict())
+    return model, evaluated
+
+
+def check(models: Sequence[Seen]) -> None:
+    for model in models:
+        for name, value in constants().items():
+            kept = model.get_buffer(name)
+            assert torch.equal(kept.nan_to_num(7), value.nan_to_num(7)), name
+        assert not torch.equal(model.layer.weight, Seen().layer.weight)
+        assert torch.equal(model.layer.weight, models[0].layer.weight)
+
+
+def test_training_of_one_rank_is_kept_beside_a_mask_of_infinite_values() -> None:
+    model, evaluated = trained(0, 4, (0,))
+    check([model])
+    check([evaluated])
+
+
+@pytest.mark.parametrize("where", [(0, 1, 2), (0, 0, 1)], ids=["each its own", "hosts"])
+@pytest.mark.parametrize(("delay", "updates"), [(0, 4), (1, 5)], ids=["at once", "delayed"])
+def test_what_no_rank_changes_keeps_its_bits(
+    three: Ranks, delay: int, updates: int, where: tuple[int, ...]
+) -> None:
+    ends, evaluated = zip(*three.run(trained, delay, updates, where), strict=True)
+    check(ends)
+    check(evaluated)
+
+
+def test_what_ranks_change_is_averaged_though_it_was_infinite(three: Ranks) -> None:
+    models = [model for model, _ in three.run(trained, 0, 2, (0, 1, 2))]
+    for model in models:
+        # 8 values of 1 + rank, and of 2 + rank
+        assert model.seen.item() == pytest.approx(8 * (1 + 2) + 16 * (0 + 1 + 2) / 3)

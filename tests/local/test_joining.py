@@ -1,0 +1,125 @@
+"""A job that asks to join is taken in, or told why not; what it takes over fits together."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam
+
+import slipstream
+from slipstream.cli.store import open_store
+from slipstream.errors import ClusterError, UsageError
+from slipstream.local import rendezvous
+from slipstream.local.open_carrier import _floats, _layout, _values
+from slipstream.local.rendezvous import Rendezvous, View
+from slipstream.strategy import RendezvousConfig
+from tests.local.test_rendezvous import joined
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def three() -> Iterator[list[Rendezvous]]:
+    """Jobs that have not joined; two of them begin."""
+    store = open_store(0)
+    config = RendezvousConfig(store=f"127.0.0.1:{store.port}", at_least=2, timeout=10)
+    made = [Rendezvous(config) for _ in range(3)]
+    yield made
+    for island in made:
+        island.leave()
+
+
+def test_who_waits_for_others_in_vain_is_told(
+    three: list[Rendezvous], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "JOIN", timedelta(seconds=0.3))
+    with pytest.raises(ClusterError, match=r"1 have asked to join, .*at_least is 2"):
+        three[0].join(trained=False)
+
+
+def test_a_newcomer_waits_for_a_round_of_any_length(
+    three: list[Rendezvous], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = joined(three[:2])
+    monkeypatch.setattr(rendezvous, "JOIN", timedelta(seconds=0.3))
+    found: list[View] = []
+    newcomer = threading.Thread(target=lambda: found.append(three[2].join(trained=False)))
+    newcomer.start()
+    while not three[2].island:
+        time.sleep(0.01)
+    time.sleep(1)  # longer than JOIN
+    assert newcomer.is_alive()
+    opened = three[0].open(view.admitting(3))
+    newcomer.join()
+    assert found == [opened]
+
+
+def test_who_comes_after_the_end_is_told_so(three: list[Rendezvous]) -> None:
+    joined(three[:2])
+    three[0].end()
+    for island in three[:2]:
+        island.leave()
+    with pytest.raises(ClusterError, match="has ended"):
+        three[2].join(trained=False)
+
+
+def test_a_state_that_other_jobs_do_not_have_is_refused() -> None:
+    store = open_store(0)
+    local = {"steps": 2, "rendezvous": {"store": f"127.0.0.1:{store.port}", "at_least": 1}}
+    model = nn.Linear(2, 1)
+    with slipstream.accelerate(model, SGD(model.parameters(), 0.1), None, {"local": local}) as one:
+        one.load_state_dict(one.state_dict())
+        one.backward(model(torch.ones(1, 2)).sum())
+        one.step()
+        with pytest.raises(UsageError, match=r"load_state_dict\(\) at update 1 of jobs"):
+            one.load_state_dict(one.state_dict())
+
+
+def with_buffer(length: int) -> nn.Module:
+    model = nn.Linear(2, 1)
+    model.register_buffer("seen", torch.zeros(length))
+    return model
+
+
+@pytest.mark.parametrize(
+    "other",
+    [(with_buffer(4), SGD), (with_buffer(3).double(), SGD), (with_buffer(3), Adam)],
+    ids=["buffers", "types", "optimizer"],
+)
+def test_a_job_with_another_model_or_optimizer_is_refused(
+    other: tuple[nn.Module, type[torch.optim.Optimizer]],
+) -> None:
+    store = open_store(0)
+    local = {"steps": 2, "rendezvous": {"store": f"127.0.0.1:{store.port}", "at_least": 1}}
+    first, (model, kind) = with_buffer(3), other
+    with (
+        slipstream.accelerate(first, SGD(first.parameters(), 0.1), None, {"local": local}),
+        pytest.raises(ClusterError, match="model or optimizer of this job differs"),
+    ):
+        slipstream.accelerate(model, kind(model.parameters(), 0.1), None, {"local": local})
+
+
+def adam_of(order: tuple[int, ...]) -> Adam:
+    """An optimizer whose parameters got their state in this order."""
+    parameters = [nn.Parameter(torch.full((3,), float(n))) for n in range(3)]
+    optimizer = Adam(parameters)
+    for index in order:
+        parameters[index].grad = torch.full((3,), float(index + 1))
+        optimizer.step()
+        parameters[index].grad = None
+    return optimizer
+
+
+def test_optimizer_states_lie_alike_in_all_jobs() -> None:
+    one, other, less = (
+        _floats({"optimizer": adam_of(order).state_dict()}) for order in ((0, 1), (1, 0), (0, 2))
+    )
+    torch.testing.assert_close(_values(one), _values(other))
+    assert _layout(one) == _layout(other) != _layout(less)
+    assert len(_values(one)) == len(_values(less))

@@ -1,0 +1,100 @@
+"""A state goes on in the model that it is of, and nothing of another state is left."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slipstream
+from slipstream.errors import UsageError
+from slipstream.local.model import LocalModel
+from slipstream.local.training import LocalTraining
+from slipstream.session.session import Session
+from tests.local.reference import flat
+from tests.local.test_training import build, loss_of, sgd
+
+
+def training(session: Any) -> LocalTraining:
+    whole = session._loop.sharding.model
+    assert isinstance(whole, LocalModel)
+    assert whole.training is not None
+    return whole.training
+
+
+def layers(*names: str) -> nn.Module:
+    torch.manual_seed(0)
+    made = {name: nn.Linear(4, 4) for name in ("first", "second")}
+    return nn.Sequential(OrderedDict((name, made[name]) for name in names))
+
+
+def test_outer_parameters_in_another_order_are_refused() -> None:
+    model = layers("first", "second")
+    with slipstream.accelerate(model, sgd(model), None, {"local": {"steps": 2}}) as session:
+        saved = session.checkpoint()
+    other = layers("second", "first")
+    with slipstream.accelerate(other, sgd(other), None, {"local": {"steps": 2}}) as session:
+        with pytest.raises(UsageError, match=r"have first\.weight where .* second\.weight"):
+            session.restore({"session": saved["session"]})
+        for meeting in saved["session"]["local"]["meetings"]:
+            del meeting["names"]  # of an earlier version
+        session.restore({"session": saved["session"]})
+
+
+class Counting(nn.Linear):
+    """A layer that keeps more than tensors."""
+
+    count: Any = None
+
+    def get_extra_state(self) -> Any:
+        return {"n": self.count}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state["n"]
+
+
+def test_a_module_may_keep_more_than_tensors() -> None:
+    model = Counting(4, 1)
+    with slipstream.accelerate(model, sgd(model), None, {"local": {"steps": 2}}) as session:
+        model.count = torch.ones(2)
+        session.backward(model(torch.ones(2, 4)).mean())
+        session.step()
+        part = session.checkpoint(sharded=True)
+        whole = session.checkpoint()
+        model.count += 1
+        session.restore([part])
+        assert model.count.tolist() == [1, 1]
+        assert whole["model"]["_extra_state"]["n"].tolist() == [1, 1]
+
+
+def run(session: Session, model: nn.Module, updates: int) -> None:
+    for update in range(updates):
+        session.backward(loss_of(model, 0, update))
+        session.step()
+
+
+def test_a_part_that_was_refused_is_not_taken_later() -> None:
+    model = build()
+    with slipstream.accelerate(model, sgd(model), None, {"local": {"steps": 4}}) as session:
+        run(session, model, 2)
+        part = session.checkpoint(sharded=True)
+        run(session, model, 1)
+        whole = session.checkpoint()
+        session.restore([{key: part[key] for key in ("model", "optimizer")}])
+        session.restore(whole)
+        assert torch.equal(flat(model.parameters()), flat(build().parameters()))
+        assert training(session)._weights == [0]
+
+
+def test_a_state_without_a_part_of_its_own_has_no_updates_of_its_own() -> None:
+    model = build()
+    with slipstream.accelerate(model, sgd(model), None, {"local": {"steps": 4}}) as session:
+        run(session, model, 1)
+        saved = session.checkpoint()
+        run(session, model, 2)
+        session.load_state_dict(saved["session"])
+        model.load_state_dict(saved["model"])
+        assert training(session)._weights == [0]

@@ -1,0 +1,148 @@
+"""Averages that wait for ``step()`` while other passes run, fail, or are zeroed.
+
+Each is compared with one process on the batches of all ranks, or refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD
+
+from slipstream.errors import UsageError
+from tests.harness.ranks import Ranks
+from tests.session.test_habits import assert_equal, batches, loss_of, model_of, opened, plain
+
+TRANSPORTS = ["flat", "sharded"]
+
+
+def broken(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """A loss whose backward raises once the last layer has its gradients."""
+    first, tanh, last = model  # type: ignore[misc]
+    hidden = tanh(first(batch))
+    hidden.register_hook(_refuse)
+    return last(hidden).square().mean()  # type: ignore[no-any-return]
+
+
+def _refuse(gradient: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def in_one_process(failing: tuple[int, ...], updates: int) -> list[torch.Tensor]:
+    model = model_of()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = batches(2 * updates)
+    for update in range(updates):
+        for rank in range(2):
+            (loss_of(model, data[2 * update, rank]) / 2).backward()
+            second = broken if rank in failing else loss_of
+            with contextlib.suppress(ZeroDivisionError):
+                (second(model, data[2 * update + 1, rank]) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def failed_in_no_sync(transport: str, verb: str, failing: tuple[int, ...]) -> None:
+    rank, (model, _, session) = dist.get_rank(), opened({"transport": transport})
+    with session:
+        for first, second in batches(4).unflatten(0, (2, 2)):
+            session.backward(loss_of(model, first[rank]))
+            with session.no_sync(), contextlib.suppress(ZeroDivisionError):
+                session.backward((broken if rank in failing else loss_of)(model, second[rank]))
+            assert getattr(session, verb)()
+    assert_equal(model, in_one_process(failing, 2))
+
+
+@pytest.mark.parametrize("failing", [(0, 1), (1,)], ids=["all ranks", "one rank"])
+@pytest.mark.parametrize("verb", ["step", "flush"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_second_pass_that_fails_in_no_sync_is_averaged(
+    two: Ranks, transport: str, verb: str, failing: tuple[int, ...]
+) -> None:
+    two.run(failed_in_no_sync, transport, verb, failing)
+
+
+def both(loss: Callable[..., torch.Tensor], model: nn.Module, pair: torch.Tensor) -> torch.Tensor:
+    return (loss(model, pair[0]) + loss(model, pair[1])) / 2
+
+
+def test_a_second_pass_that_fails_keeps_no_loss_scale_on_one_process() -> None:
+    model, _, session = opened({})
+    with session:
+        for first, second in batches(4).unflatten(0, (2, 2)):
+            session.backward(1024 * both(loss_of, model, first), loss_scale=1024.0)
+            with pytest.raises(ZeroDivisionError):
+                session.backward(1024 * broken(model, second.flatten(0, 1)), loss_scale=1024.0)
+            assert session.step()
+    assert_equal(model, in_one_process((0, 1), 2))
+
+
+def plain_backward_in_no_sync(zeroed: str) -> None:
+    rank, (model, optimizer, session) = dist.get_rank(), opened({})
+    one, two, three = (batch[rank] for batch in batches(3))
+    with session:
+        session.backward(loss_of(model, one))
+        if zeroed == "too late":
+            with session.no_sync(), pytest.raises(UsageError, match=r"on top of an average"):
+                loss_of(model, two).backward()
+        optimizer.zero_grad()
+        with session.no_sync():
+            loss_of(model, two).backward()
+        session.backward(loss_of(model, three))
+        session.step()
+        assert session.skipped == 1
+    for mine, theirs in zip(model.parameters(), plain([[1, 2]]), strict=True):
+        before = dict(zip(model.parameters(), model_of().parameters(), strict=True))[mine]
+        moved = 2 * (theirs - before)  # that is the mean of two batches, this their sum
+        torch.testing.assert_close(mine.detach(), (before + moved).detach())
+
+
+@pytest.mark.parametrize("zeroed", ["before", "too late"])
+def test_a_plain_backward_adds_to_no_average(two: Ranks, zeroed: str) -> None:
+    two.run(plain_backward_in_no_sync, zeroed)
+
+
+def zero_by_itself(strategy: dict[str, Any]) -> tuple[int, int]:
+    """The first loss of a batch has gradients that are exactly 0, on the last rank."""
+    rank = dist.get_rank() if dist.is_initialized() else 1
+    model, _, session = opened({}, **strategy)
+    with session:
+        for batch in batches(3):
+            session.backward(loss_of(model, batch[rank]) * (1 - rank))
+            session.backward(loss_of(model, batch[rank]))
+            session.step()
+        return session.common_updates, session.skipped
+
+
+def test_gradients_that_are_zero_by_themselves_end_no_update() -> None:
+    assert zero_by_itself({}) == (3, 0)
+
+
+def test_ranks_that_meet_count_alike_where_one_has_gradients_of_zero(two: Ranks) -> None:
+    assert two.run(zero_by_itself, {"local": {"steps": 2}}) == [(3, 0)] * 2
+
+
+def zeroed_in_no_sync(transport: str, to_none: bool) -> None:
+    rank, (model, optimizer, session) = dist.get_rank(), opened({"transport": transport})
+    one, two, three = (batch[rank] for batch in batches(3))
+    with session:
+        session.backward(loss_of(model, one))
+        with session.no_sync():
+            session.backward(loss_of(model, two))
+            optimizer.zero_grad(set_to_none=to_none)
+            session.backward(loss_of(model, three))
+        session.step()
+    assert_equal(model, plain([[2]]))
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_zeroing_takes_averages_with_it(two: Ranks, transport: str, to_none: bool) -> None:
+    two.run(zeroed_in_no_sync, transport, to_none)
