@@ -109,6 +109,18 @@ def test_all_end_with_the_same_verdict(hosts):
     assert first.world_size == 2
 
 
+def test_a_watch_that_never_comes_is_told(hosts):
+    first, _ = hosts.watch(FakeHost(0, "backward"), FakeHost(1))
+    first._began -= 1000
+    until = time.monotonic() + 30
+    hints: list[str] = []  # another one may come first
+    while not any("the watches of hosts 1 yet" in hint for hint in hints):
+        assert time.monotonic() < until, hints
+        assert first.beat(time.monotonic()) is None
+        hints += first.hints()
+        time.sleep(0.05)
+
+
 def test_a_host_that_does_not_answer_is_silent(hosts):
     one, other = hosts.watch(FakeHost(0, "backward"), FakeHost(1))
     other.beat(time.monotonic())

@@ -186,6 +186,13 @@ class Watch:
     def _lead(self, board: Board, now: float) -> None:
         heard = {other: self._hear(board, other, now) for other in range(1, self._hosts)}
         others = {other: said for other, said in heard.items() if said is not None}
+        absent = sorted({*heard} - {*others})
+        if absent and now - self._began > max(60.0, self._timeout):
+            self._say_once(
+                -3,
+                f"has not heard the watches of hosts {', '.join(map(str, absent))} yet: until they "
+                "come a hang is found only where a process is stopped",
+            )
         limit = STALE * self._timeout
         answers = {h: s for h, (s, silence) in others.items() if silence < limit or s.ended}
         states = {0: self._state, **answers}
