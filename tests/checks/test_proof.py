@@ -258,8 +258,7 @@ def flushed_after_a_skip() -> tuple[bool, bool, list[str]]:
 
 def test_the_average_of_a_flush_is_proved_and_not_that_of_a_skipped_update(three):
     for skipped, flushed, sampled in three.run(flushed_after_a_skip):
-        assert skipped
-        assert flushed
+        assert (skipped, flushed) == (True, True)
         assert sampled
         assert len({*sampled}) == len(sampled)
 
