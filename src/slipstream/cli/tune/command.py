@@ -35,7 +35,7 @@ from slipstream.cli.ranks import (
 from slipstream.cli.strategy_file import write_strategy
 from slipstream.cli.time_to_loss import LOSSY_ALONE
 from slipstream.cli.tune.display import Display, table
-from slipstream.cli.tune.place import TrialPlace, TrialNetwork
+from slipstream.cli.tune.place import TrialNetwork, TrialPlace
 from slipstream.cli.tune.to_loss import show, tune_to_loss
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.errors import LaunchError, StrategyError
