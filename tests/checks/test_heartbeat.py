@@ -245,8 +245,14 @@ def test_a_rank_of_another_host_is_looked_at_by_those_beside_it(three, tmp_path)
     assert three.run(holds_the_gil_elsewhere, tmp_path) == [2 * AT] * 3
 
 
+def stop_once_heard(_: object) -> None:
+    time.sleep(1)  # the others hear that it has begun
+    stop(_)
+
+
 def stops_elsewhere(folder: Path) -> None:
-    in_place(f"host {dist.get_rank()}", with_a_fault, "stop", folder, {})
+    with patch.dict(FAULTS, {"stop": (stop_once_heard, "")}):
+        in_place(f"host {dist.get_rank()}", with_a_fault, "stop", folder, {})
 
 
 def test_a_process_of_another_container_is_not_looked_at(three, tmp_path):

@@ -90,8 +90,12 @@ def plain_backward_in_no_sync(zeroed: str) -> None:
     with session:
         session.backward(loss_of(model, one))
         if zeroed == "too late":
-            with session.no_sync(), pytest.raises(UsageError, match=r"on top of an average"):
+            with session.no_sync():
                 loss_of(model, two).backward()
+            with pytest.raises(UsageError, match=r"on top of an average"):
+                session.step()
+            with pytest.raises(UsageError, match=r"on top of an average"):
+                session.backward(loss_of(model, three))
         optimizer.zero_grad()
         with session.no_sync():
             loss_of(model, two).backward()

@@ -203,6 +203,8 @@ class Checkpoints:
             return
         self._seen = now
         number = self._signals.due() if self._signals.wanted else 0
+        if number:
+            self._signals.forget()  # what follows says how it ended
         if number or now // every > before // every:
             self.save(session, wait=bool(number))
         elif self._writing is not None and not self._writing.is_alive():
@@ -211,7 +213,6 @@ class Checkpoints:
                 self._warned = True
                 warnings.warn(self._failed, stacklevel=2)
         if number:
-            self._signals.forget()
             raise SystemExit(128 + number)
 
     def wait(self) -> None:
@@ -233,7 +234,6 @@ class Checkpoints:
         self._join()
         self._leave()
         self._complain()
-        self._signals.pass_on()
 
     def report_rows(self) -> Sequence[Row]:
         """Report how many were written."""
@@ -248,7 +248,7 @@ class Checkpoints:
         self._leave()
         if self._failed and not self._warned:
             warnings.warn(self._failed, stacklevel=2)
-        self._signals.pass_on()
+        self._signals.forget()  # the error ends the script
 
     def _leave(self) -> None:
         self._session = self._group = None
@@ -268,6 +268,7 @@ class Checkpoints:
         self._found = self._look(session.rank)
         if self._signals.wanted:
             self._signals.install(session.beside(self._signals, self._signals.abandon))
+            session.afterwards(self._signals.pass_on)
 
     def _look(self, rank: int) -> Sequence[Path]:
         """Find the checkpoints that are there, on rank 0 for all; what killed runs left goes."""
@@ -331,8 +332,11 @@ class Checkpoints:
         if not same:  # random numbers of other ranks or places: each goes on with its own
             return
         loader = _loader_of(session)
-        if mine["pass"] is not None and loader is not None:
-            loader.draw_with(mine["pass"])
+        begun = mine["pass"]
+        if isinstance(begun, list):  # as it was written first: torch's own numbers alone
+            begun = {"default": {**mine["random"], "torch": begun[0]}, "loader": begun[1:]}
+        if begun is not None and loader is not None:
+            loader.draw_with(begun)
         randomness.restore(mine["random"])
 
     def _start(self, session: AnySession) -> None:

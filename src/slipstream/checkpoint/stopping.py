@@ -62,6 +62,7 @@ class StopSignals:
                 "main thread, or leave out on_signal"
             )
         self._group, self._left, self._interval = group, 0, 1
+        self._got = 0
         self._since = time.monotonic()
         for number in self._numbers:
             self._before[number] = signal.signal(number, self._note)

@@ -31,7 +31,12 @@ def digest(tensors: Iterable[torch.Tensor]) -> Digest:
         for chunk in words.split(CHUNK):
             sums += [chunk.sum(), (chunk * weights[: len(chunk)]).sum()]
     first = second = 0
-    values = torch.stack(sums).tolist() if sums else []
+    values = [0] * len(sums)
+    for device in {one.device for one in sums}:  # numbers of steps may lie beside a GPU's moments
+        here = [place for place, one in enumerate(sums) if one.device == device]
+        found = torch.stack([sums[place] for place in here]).tolist()
+        for place, value in zip(here, found, strict=True):
+            values[place] = value
     for plain, weighted in zip(values[::2], values[1::2], strict=True):
         first = (first + plain) % (1 << 64)
         second = (second * _FACTOR + weighted) % (1 << 64)

@@ -245,8 +245,11 @@ class Heartbeat:
         now = time.monotonic()
         neighbours, computing = {}, []
         for rank in sorted({*self._heard, *self.near} - {self.rank}):
-            heard = self._hear(rank, now)
-            if heard is None or not self._own.sees(other := heard[0]):
+            if rank in self.near:  # alone: thousands of requests would be an answer too late
+                with suppress(RuntimeError):
+                    self._hear(rank, now)
+            said, _ = self._heard.get(rank, (b"", 0.0))
+            if not said or not self._own.sees(other := RankState.model_validate_json(said)):
                 continue
             neighbours[rank] = in_words(other.pid)
             if state_of_process(other.pid) == "R":

@@ -219,7 +219,10 @@ def _connect(address: str, port: int, prefix: str) -> NoteStore:
 
     store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
     listen.admit(store, listen.run_token(), f"{address}:{port}")
-    theirs = store.get(f"{prefix}/{_VERSION}").decode()
+    try:
+        theirs = store.get(f"{prefix}/{_VERSION}").decode()
+    except RuntimeError:  # it is there once the token is, but for versions that did not tell theirs
+        theirs = "another version"
     if theirs != __version__:
         raise ClusterError(
             f"the watch of host 0 is of slipstream {theirs}, this one of {__version__}; install "

@@ -366,7 +366,8 @@ def _quiet_and_interruptible() -> Iterator[None]:
     as SIGHUP under nohup.
     """
     level, handler = logging.root.manager.disable, signal.getsignal(signal.SIGINT)
-    heard, before = _heard_signals(), os.environ.get(AGENTS_SIGNALS)
+    before = os.environ.get(AGENTS_SIGNALS)
+    heard = _heard_signals(before)
     os.environ[AGENTS_SIGNALS] = ",".join(heard)
     if signal.SIGINT.name in heard:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -381,5 +382,12 @@ def _quiet_and_interruptible() -> Iterator[None]:
             os.environ[AGENTS_SIGNALS] = before
 
 
-def _heard_signals() -> list[str]:
-    return [one.name for one in PASSED_ON if signal.getsignal(one) is not signal.SIG_IGN]
+def _heard_signals(asked: str | None) -> list[str]:
+    """Names of the signals that the agent handles: those ``asked`` for, or its own."""
+    names = asked.split(",") if asked else [one.name for one in PASSED_ON]
+    return [name for name in names if not _is_ignored(name.strip())]
+
+
+def _is_ignored(name: str) -> bool:
+    number = getattr(signal, name, None)
+    return number is not None and signal.getsignal(number) is signal.SIG_IGN

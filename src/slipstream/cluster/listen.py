@@ -17,7 +17,6 @@ import secrets
 import socket
 from contextlib import suppress
 from datetime import timedelta
-from errno import EADDRNOTAVAIL
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
@@ -79,12 +78,12 @@ def open_store(host: str, port: int, *, alone: bool = False, **options: Any) -> 
 
     Args:
         host: an address of this machine, or a name of it.
-        alone: whether nobody comes from other hosts, so that the name may be that of an interface
-            which they do not reach.
+        alone: whether nobody comes from other hosts. Else a name that is this machine's for itself
+            alone, as Debian's 127.0.1.1, means all interfaces.
         options: more arguments of ``torch.distributed.TCPStore``.
 
     Raises:
-        OSError: the host is none of this machine, or not to others, or the port is taken.
+        OSError: the host is none of this machine, or the port is taken.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # late: slow to import
 
@@ -92,8 +91,7 @@ def open_store(host: str, port: int, *, alone: bool = False, **options: Any) -> 
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
     if not alone and _is_own_name(host, str(address[0])):
-        words = f"{host} is {address[0]} to itself (/etc/hosts), where no other host reaches it"
-        raise OSError(EADDRNOTAVAIL, words)
+        address = ("::" if family == socket.AF_INET6 else "0.0.0.0", port)
     with socket.socket(family, kind) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

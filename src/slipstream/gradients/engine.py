@@ -147,6 +147,7 @@ class Engine(GradientEngine):
         self._stamps: list[Stamp | None] | None = None
         self._local_only = False
         self._averaged = self._undone = False
+        self._mixed: str | None = None  # a parameter with a gradient of this rank on its average
         self._failure: str | None = None
         self._observer: Observer | None = None  # until the first exchange
         self._untouched = Untouched(self._trainables)
@@ -181,6 +182,7 @@ class Engine(GradientEngine):
             raise out_of_step(self._failure)
         if exchange and self._averaged and self._compresses:
             raise backward_repeated()
+        self._check_mixed()
         if self._untouched.check_sums() and self._shards is not None:
             self._shards.clear()  # averages to which these sums would have been added
         if RemovableHandle.next_id != self._next_hook:
@@ -240,7 +242,12 @@ class Engine(GradientEngine):
 
     def check_averages(self, *, by_hand: bool = False) -> None:
         """Refuse to update with gradients that were changed, where a codec has added momentum."""
+        self._check_mixed()
         self._untouched.check_averages(by_hand=by_hand)
+
+    def _check_mixed(self) -> None:
+        if self._mixed is not None:
+            raise gradient_behind_average(self._mixed)
 
     def _come_last(self) -> None:
         """Run behind hooks that were registered since: they see, and may change, the gradient of
@@ -283,6 +290,7 @@ class Engine(GradientEngine):
         if self._unsettled:
             self._codecs.settle(used and not self.overflowed)
         self._unsettled = self._averaged = self._undone = False
+        self._mixed = None
         self._untouched.forget()
         if late:
             self._buffers.forget()
@@ -477,7 +485,7 @@ class Engine(GradientEngine):
             if not self._local_only:
                 raise gradient_outside(name)
             if self._averaged and not self._undone:
-                raise gradient_behind_average(name)
+                self._mixed = name  # refused where it is used: the script may zero it before
             self._untouched.forget_sums()
         elif backward.observer is not None:
             if parameter.grad is None:

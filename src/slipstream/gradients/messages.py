@@ -44,9 +44,8 @@ def gradient_behind_average(name: str) -> UsageError:
     """A gradient of this rank alone, in an update whose averages are there already."""
     return UsageError(
         f"parameter {name} got a gradient in no_sync() outside session.backward(), on top of an "
-        "average that waits for step(), so that each rank would update it in its own way; call "
-        "step(), or optimizer.zero_grad(), before `with session.no_sync():`, or "
-        "session.backward(loss) inside"
+        "average that waits for step(), so that each rank would update it in its own way; zero "
+        "the gradients before the next step() or backward(), or call session.backward(loss) inside"
     )
 
 

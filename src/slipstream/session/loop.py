@@ -251,7 +251,8 @@ class TrainingLoop:
     def no_sync(self) -> Iterator[None]:
         """Inside, backward passes add up gradients on this rank, and ``step()`` updates nothing."""
         self._must_be_whole()
-        self.settle(in_forward=True)
+        if self._exchanged:  # averages; sums of this rank are its own to throw away
+            self.settle(in_forward=True)
         before, self._local_only = self._local_only, True
         self.engine.local_only(True)
         try:
@@ -354,9 +355,10 @@ class TrainingLoop:
         return not skip
 
     def _clear(self) -> None:
-        self.optimizer.zero_grad()  # without set_to_none, which not every optimizer takes
         for parameter in self._parameters:  # also those that the optimizer does not hold
             parameter.grad = None
+        # behind it, as it may fill what is there; without set_to_none, which not every one takes
+        self.optimizer.zero_grad()
         self._used = False
 
     def _begin_update(self, *, by_hand: bool) -> bool:

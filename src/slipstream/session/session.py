@@ -67,6 +67,7 @@ class Session(Generic[M, O]):
         self._cluster, self._loader, self._loop = cluster, loader, loop
         self._state = state
         self._closed = False
+        self._afterwards: list[Callable[[], object]] = []
         self._handles = handles.pop_all()  # from here on the session undoes the installation
         atexit.register(self.__exit__, SystemExit, SystemExit(), None)
 
@@ -483,6 +484,11 @@ class Session(Generic[M, O]):
         self._handles.add(handle, on_error=on_error)
         return self._cluster.new_group(backend="gloo")
 
+    def afterwards(self, act: Callable[[], object]) -> None:
+        """Call ``act`` when the session has ended without an error and holds nothing any more."""
+        self._must_be_open("afterwards")
+        self._afterwards.append(act)
+
     @property
     def segments(self) -> tuple[SegmentStats, ...]:
         """Which gradients are exchanged together; empty on one process and before the first
@@ -581,6 +587,8 @@ class Session(Generic[M, O]):
             raise complaint
         if complaint is not None:
             warnings.warn(complaint, stacklevel=2)
+        for act in self._afterwards if error[0] is None else ():
+            act()
 
     def _check_restore(self, verb: str) -> None:
         if self._loop.local is not None:
