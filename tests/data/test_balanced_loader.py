@@ -19,6 +19,7 @@ from torch.utils.data import (
     Subset,
     WeightedRandomSampler,
 )
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import slipstream
 from slipstream.calibration import rank_speed
@@ -379,14 +380,15 @@ def test_without_a_sampler_of_several_ranks_passes_are_epochs() -> None:
 
 
 def test_on_one_rank_the_order_is_that_of_the_users_generator() -> None:
-    def order(seed: int) -> list[int]:
+    def order(seed: int, kind: type[DataLoader[Any]] = DataLoader) -> list[int]:
         generator = torch.Generator().manual_seed(seed)
-        loader = DataLoader(
+        loader = kind(
             Sequences(), batch_size=4, shuffle=True, generator=generator, collate_fn=collate
         )
         return [i for *_, indices in build(loader, ranks=1).loader for i in indices]
 
     assert order(1) == order(1) != order(2)
+    assert order(1, StatefulDataLoader) == order(1)  # balance keeps its place
 
 
 def test_a_loss_may_count_other_tokens() -> None:

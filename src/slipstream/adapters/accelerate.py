@@ -17,6 +17,7 @@ from torch import nn
 
 from slipstream.adapters.opening import SESSION_FILE, GivenStrategy, open_session, several
 from slipstream.errors import UsageError
+from slipstream.pytree import mapped
 from slipstream.session.session import Session
 
 
@@ -198,9 +199,13 @@ class Accelerator(accelerate.Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Return the parameters that evaluate best, in full precision; on all ranks, over which
         the masters of 16-bit weights may lie."""
-        state, session = super().get_state_dict(model, unwrap=unwrap), self.session
-        if session is None or _bare(model) is not _bare(session.model):
-            return state
+        session = self.session
+        if session is None:
+            return super().get_state_dict(model, unwrap=unwrap)
+        with session.evaluating():
+            state = super().get_state_dict(model, unwrap=unwrap)
+            if _bare(model) is not _bare(session.model):  # a part of it, maybe
+                return mapped(state, torch.Tensor.clone)
         whole = session.checkpoint("model")["model"]
         return dict(zip(state, whole.values(), strict=True))  # names are those of what was compiled
 

@@ -123,6 +123,11 @@ class FabricStrategy(DDPStrategy):
             raise RuntimeError(f"the norm of the gradients is {norm.item()}")
         return norm
 
+    def save_checkpoint(self, *arguments: Any, **named: Any) -> None:
+        """Save the parameters that evaluate best, also where a part of the model is saved."""
+        with nullcontext() if self.session is None else self.session.evaluating():
+            super().save_checkpoint(*arguments, **named)
+
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the parameters that evaluate best, in full precision; on all ranks, over which
         the masters of 16-bit weights may lie."""

@@ -83,7 +83,9 @@ class SessionTrainer(transformers.Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Collect the weights on all ranks, over which their masters may lie; save on one."""
-        if state_dict is None and self.model is not None:
+        session = self.accelerator.session
+        alone = session is not None and session.strategy.local is not None  # no masters elsewhere
+        if state_dict is None and self.model is not None and (self.args.should_save or not alone):
             state_dict = self.accelerator.get_state_dict(self.model)
         super()._save(output_dir, state_dict)
 

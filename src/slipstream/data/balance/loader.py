@@ -267,7 +267,7 @@ def _checked_sampler(loader: Any, rank: int, ranks: int) -> Any:
             f"data.balance deals the samples of a map-style dataset in a torch DataLoader; this is "
             f"a {what}: give a DataLoader over a map-style dataset, or leave data.balance out"
         )
-    if iterates_itself(loader):
+    if iterates_itself(loader) and not hasattr(loader, "state_dict"):  # torchdata's: its own place
         raise ModelError(
             f"data.balance reads the samples of a DataLoader itself; a {type(loader).__name__} "
             "iterates in its own way, which would be lost: give a DataLoader of torch's own class, "
