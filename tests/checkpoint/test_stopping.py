@@ -78,6 +78,18 @@ def test_a_signal_after_the_last_update_is_the_scripts(tmp_path: Path, two: Rank
         assert [path.name for path in folder.iterdir()] == ["update-00000001"]
 
 
+def fails_after_a_signal(folder: Path) -> None:
+    with opened() as session:
+        Checkpoints(folder, on_signal=(signal.SIGTERM,)).restore(session)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ZeroDivisionError
+
+
+def test_an_error_after_a_signal_is_what_ends_the_script(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        fails_after_a_signal(tmp_path)
+
+
 def test_a_signal_that_has_stopped_one_session_does_not_stop_the_next(tmp_path: Path) -> None:
     saved = Checkpoints(tmp_path, on_signal=(signal.SIGINT,))
     for stops in (True, False):

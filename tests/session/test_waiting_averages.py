@@ -84,6 +84,25 @@ def test_a_second_pass_that_fails_keeps_no_loss_scale_on_one_process() -> None:
     assert_equal(model, in_one_process((0, 1), 2))
 
 
+def thrown_away_on_one_rank() -> int:
+    rank, (model, optimizer, session) = dist.get_rank(), opened({})
+    bad, one, two = (batch[rank] for batch in batches(3))
+    with session:
+        if rank == 0:
+            with session.no_sync():
+                session.backward(loss_of(model, bad))
+            optimizer.zero_grad()
+        with session.no_sync():
+            session.backward(loss_of(model, one))
+        session.backward(loss_of(model, two))
+        session.step()
+        return session.skipped
+
+
+def test_sums_that_one_rank_throws_away_in_no_sync_are_no_skipped_update(two: Ranks) -> None:
+    assert two.run(thrown_away_on_one_rank) == [0, 0]
+
+
 def plain_backward_in_no_sync(zeroed: str) -> None:
     rank, (model, optimizer, session) = dist.get_rank(), opened({})
     one, two, three = (batch[rank] for batch in batches(3))
