@@ -462,6 +462,8 @@ class LocalTraining:
             own = own_part(state, own, self._meetings, self.island.name)
             self._go_to(state["updates"])
             self._load_meetings(state, own)
+            # jobs of one start take this from the first: a script may load the model then, too
+            self._fresh = own is None and state["updates"] == saved.warm_up
         self._engine.leave(not self.warms_up)
 
     def _go_to(self, updates: int) -> None:
@@ -471,7 +473,7 @@ class LocalTraining:
         self._pace.waited = None
 
     def _load_meetings(self, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
-        self._fresh, self._weights = False, [0] * len(self._meetings)
+        self._weights = [0] * len(self._meetings)
         if own is not None:
             self._model.load_state_dict(own["model"])
             self._weights = [*own["weights"]]
