@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import slipstream
+from slipstream.strategy import LocalConfig
 from tests.harness.ranks import Ranks
+from tests.local.test_saved_state import training
 from tests.transport.emulated_hosts import on_hosts
 
 
@@ -33,10 +36,11 @@ def constants() -> dict[str, Tensor]:
 
 
 class Seen(nn.Module):
-    """A layer that counts on in one buffer, and has some that stay."""
+    """A layer that counts on in one buffer, for so many forward passes, and has some that stay."""
 
-    def __init__(self) -> None:
+    def __init__(self, forwards: int = 99) -> None:
         super().__init__()
+        self.forwards = forwards
         torch.manual_seed(0)
         self.layer = nn.Linear(4, 1)
         self.register_buffer("seen", torch.full((1,), torch.inf))
@@ -44,7 +48,9 @@ class Seen(nn.Module):
             self.register_buffer(name, value)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.copy_(torch.where(self.seen.isinf(), 0, self.seen) + x.sum())
+        if self.forwards:
+            self.forwards -= 1
+            self.seen.copy_(torch.where(self.seen.isinf(), 0, self.seen) + x.sum())
         return self.layer(x)
 
 
@@ -95,3 +101,59 @@ def test_what_ranks_change_is_averaged_though_it_was_infinite(three: Ranks) -> N
     for model in models:
         # 8 values of 1 + rank, and of 2 + rank
         assert model.seen.item() == pytest.approx(8 * (1 + 2) + 16 * (0 + 1 + 2) / 3)
+
+
+def written_at_the_start(local: dict[str, Any]) -> list[Seen]:
+    """The model in evaluation and at the end; its buffer was written in the first forward alone."""
+    model, evaluated = Seen(1), Seen()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with slipstream.accelerate(model, optimizer, None, {"local": local}) as session:
+        for update in range(4):
+            x = torch.full((2, 4), 1.0 + session.rank)
+            session.backward(model(x).square().mean() * 0.01)
+            session.step()
+            if local.get("auto") and not update:
+                training(session).decide(LocalConfig(steps=2), "as a test says")
+        with session.evaluating():
+            evaluated.load_state_dict(model.state_dict())
+    return [model, evaluated]
+
+
+MEAN, FIRST = 8 * (1 + 2 + 3) / 3, 8
+"""Of what ranks write; and of the first rank, whose buffers all have while they warm up."""
+
+
+@pytest.mark.parametrize(
+    ("local", "seen"),
+    [
+        ({"steps": 1}, MEAN),
+        ({"steps": 2}, MEAN),
+        ({"steps": 2, "warm_up": 2}, FIRST),
+        ({"auto": True}, FIRST),
+    ],
+    ids=str,
+)
+def test_what_ranks_change_in_the_first_forward_alone_is_alike_in_the_end(
+    three: Ranks, local: dict[str, Any], seen: float
+) -> None:
+    for models in three.run(written_at_the_start, local):
+        check(models)
+        for model in models:
+            assert model.seen.item() == pytest.approx(seen)
+
+
+def test_a_mask_that_is_loaded_does_not_keep_ranks_apart(three: Ranks) -> None:
+    check(three.run(with_a_loaded_mask))
+
+
+def with_a_loaded_mask() -> Seen:
+    model = Seen(0)
+    model.mask.fill_(-torch.inf)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with slipstream.accelerate(model, optimizer, None, {"local": {"steps": 2}}) as session:
+        model.load_state_dict(Seen().state_dict())
+        for update in range(2):
+            x = torch.full((2, 4), 1.0 + session.rank + update)
+            session.backward(model(x).square().mean() * 0.01)
+            session.step()
+    return model

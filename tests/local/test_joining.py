@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 import slipstream
@@ -19,7 +20,10 @@ from slipstream.local import rendezvous
 from slipstream.local.open_carrier import _floats, _layout, _values
 from slipstream.local.rendezvous import Rendezvous, View
 from slipstream.strategy import RendezvousConfig
+from tests.local.reference import flat
+from tests.local.test_beginnings import another, still
 from tests.local.test_rendezvous import joined
+from tests.local.test_training import build, loss_of
 
 pytestmark = pytest.mark.process
 
@@ -123,3 +127,32 @@ def test_optimizer_states_lie_alike_in_all_jobs() -> None:
     torch.testing.assert_close(_values(one), _values(other))
     assert _layout(one) == _layout(other) != _layout(less)
     assert len(_values(one)) == len(_values(less))
+
+
+def test_what_an_optimizer_keeps_of_itself_is_in_no_mean() -> None:
+    optimizer = adam_of((0, 1))
+    plain = _floats({"optimizer": optimizer.state_dict()})
+    optimizer.state["updates"] = 2  # type: ignore[index, assignment]
+    optimizer.state["norms"] = {"largest": torch.ones(3)}  # type: ignore[index]
+    own = _floats({"optimizer": optimizer.state_dict()})
+    assert own.keys() == plain.keys()
+    assert _layout(own) == _layout(plain)
+
+
+def outer_of_a_loaded_model(port: int) -> Tensor:
+    local = {"steps": 2, "rendezvous": {"store": f"127.0.0.1:{port}", "at_least": 2}}
+    model = build()
+    with slipstream.accelerate(model, still(model), None, {"local": local}) as session:
+        model.load_state_dict(another().state_dict())
+        for update in range(2):
+            session.backward(loss_of(model, 0, update))
+            session.step()
+        with session.evaluating():
+            return flat(model.parameters())
+
+
+def test_all_jobs_begin_with_the_model_that_their_script_loads() -> None:
+    store = open_store(0)
+    with ThreadPoolExecutor(2) as jobs:
+        for outer in jobs.map(outer_of_a_loaded_model, [store.port] * 2):
+            assert torch.equal(outer, flat(another().parameters()))

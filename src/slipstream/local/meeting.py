@@ -77,6 +77,7 @@ class Meeting:
         config: of the strategy.
         island: of this rank.
         seed: of the codec's random streams.
+        shared: buffers by name, as all ranks share them.
 
     Attributes:
         outer: the parameters that all ranks share, one after the other, in fp32 or wider.
@@ -86,7 +87,13 @@ class Meeting:
     """
 
     def __init__(
-        self, model: nn.Module, fragment: Fragment, config: LocalConfig, island: Island, seed: int
+        self,
+        model: nn.Module,
+        fragment: Fragment,
+        config: LocalConfig,
+        island: Island,
+        seed: int,
+        shared: Mapping[str, torch.Tensor],
     ) -> None:
         self._model, self.fragment, self._config, self._island = model, fragment, config, island
         self._sizes: list[tuple[int, ...]] = []  # of buffers
@@ -100,7 +107,7 @@ class Meeting:
         self._lengths = [buffer.numel() for buffer in named]
         wide = any(buffer.dtype == torch.float64 for buffer in named)
         self._buffer_dtype = torch.float64 if wide else torch.float32
-        self.buffers = self.read_buffers()
+        self.buffers = self.read_buffers(shared)
         self.take_outer()
         self._optimizer = torch.optim.SGD(
             [self.outer], config.lr, config.momentum, nesterov=config.momentum > 0
@@ -122,12 +129,16 @@ class Meeting:
             )
 
     def take_outer(self) -> None:
-        """Let the outer parameters be those that this rank has now."""
+        """Let the outer parameters be those that this rank has now. Buffers that all share stay, as
+        a forward pass may have changed them; but for values that have no mean."""
         self.outer.copy_(self.read())
-        self.buffers.copy_(self.read_buffers())
+        own = self.read_buffers()
+        self.buffers = torch.where(own.isfinite(), self.buffers, own)
 
     def begin_anew(self) -> None:
-        """Forget momentum, what codecs have left out, and what is on its way."""
+        """Share what the model has now, and forget momentum, what codecs have left out, and what is
+        on its way."""
+        self.buffers = self.read_buffers()
         self.take_outer()
         self._optimizer.state.clear()
         self.flight = None
@@ -153,13 +164,14 @@ class Meeting:
         parts = flat.split([v.numel() for v in values])
         return [(v, part.view(v.shape)) for v, part in zip(values, parts, strict=True)]
 
-    def read_buffers(self) -> torch.Tensor:
-        """Copy this rank's buffers.
+    def read_buffers(self, given: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """Copy this rank's buffers, or those that are given by name.
 
         Raises:
             UsageError: one has another size than when the ranks compared them.
         """
-        named = [self._model.get_buffer(name) for name in self.fragment.buffers]
+        of = self._model.get_buffer if given is None else given.__getitem__
+        named = [of(name) for name in self.fragment.buffers]
         sizes = [tuple(buffer.shape) for buffer in named]
         self._sizes = self._sizes or sizes
         for name, before, now in zip(self.fragment.buffers, self._sizes, sizes, strict=True):

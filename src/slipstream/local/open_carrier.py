@@ -302,9 +302,9 @@ def _floats(state: Mapping[str, Any] | None) -> dict[tuple[int, str], torch.Tens
     its parameters in the order in which they got a state."""
     assert state is not None
     kept = state["optimizer"]["state"]
-    pairs = [
-        ((index, key), kept[index][key]) for index in sorted(kept) for key in sorted(kept[index])
-    ]
+    # what it keeps of itself lies under words
+    known = sorted(index for index in kept if isinstance(index, int))
+    pairs = [((index, key), kept[index][key]) for index in known for key in sorted(kept[index])]
     return {
         name: torch.view_as_real(value) if value.is_complex() else value
         for name, value in pairs

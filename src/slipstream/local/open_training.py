@@ -88,9 +88,9 @@ class OpenTraining(LocalTraining):
             if flight is not None and flight.done:  # the others have merged it
                 base = flight.sent
             lags.append(base - meeting.read())
-        weights = self._weights
+        weights, fresh = self._weights, self._fresh
         self.load(state["session"]["local"], self.updates)
-        self._weights = weights
+        self._weights, self._fresh = weights, self._fresh and fresh
         for meeting, lag in zip(self._meetings, lags, strict=True):
             meeting.write(meeting.outer.to(meeting.device) - lag)
 

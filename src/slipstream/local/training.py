@@ -81,6 +81,7 @@ class LocalTraining:
             carrier, engine.island, device, self._landed, recorder, at
         )
         self._pace = Pace(config.stretch, self._exchanges, device)
+        self._begun: Mapping[str, torch.Tensor] = {}  # buffers that all share, until fragments do
         self._use(config)
         self._undecided, self._why = config.auto, ""
         self.updates = 0
@@ -96,11 +97,18 @@ class LocalTraining:
         """Let meetings be as ``config`` says."""
         self._config, self._schedule = config, MeetingSchedule.of(config)
         fragments = () if config.auto else cut(self._model, self._trained, config.fragments)
+        shared = {**dict(self._model.named_buffers()), **self._begun}
         self._meetings = [
-            Meeting(self._model, fragment, config, self.island, number)
+            Meeting(self._model, fragment, config, self.island, number, shared)
             for number, fragment in enumerate(fragments)
         ]
         self._weights = [0] * len(self._meetings)  # updates since each was last sent
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        """Take buffers of the model for what all ranks share, if there are no fragments that do."""
+        named = self._model.named_buffers() if self._config.auto else ()
+        self._begun = {name: buffer.detach().clone() for name, buffer in named}
 
     @property
     def island(self) -> Island:
@@ -462,6 +470,8 @@ class LocalTraining:
             own = own_part(state, own, self._meetings, self.island.name)
             self._go_to(state["updates"])
             self._load_meetings(state, own)
+            # jobs of one start take this from the first: a script may load the model then, too
+            self._fresh = own is None and state["updates"] == saved.warm_up
         self._engine.leave(not self.warms_up)
 
     def _go_to(self, updates: int) -> None:
@@ -471,7 +481,7 @@ class LocalTraining:
         self._pace.waited = None
 
     def _load_meetings(self, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
-        self._fresh, self._weights = False, [0] * len(self._meetings)
+        self._weights = [0] * len(self._meetings)
         if own is not None:
             self._model.load_state_dict(own["model"])
             self._weights = [*own["weights"]]
@@ -487,6 +497,7 @@ class LocalTraining:
         self.check_outside("restore")
         self._exchanges.land()
         self._weights, self.own_state, self._fresh = [0] * len(self._meetings), None, True
+        self._share_buffers()
         for meeting in self._meetings:
             meeting.begin_anew()
 
