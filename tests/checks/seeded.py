@@ -116,9 +116,9 @@ def keep_own(training: Training, *, once: bool = False) -> str:
             complete(scale)
             kept[:] = [bucket.flat * size]
 
-        def restore() -> None:
+        def restore(loss_scale: float) -> None:
             bucket.flat.copy_(kept[0])
-            finish()
+            finish(loss_scale)
             if once:
                 bucket.complete, bucket.finish = complete, finish
 

@@ -64,9 +64,10 @@ def of_the_others() -> list[float]:
     comm.group(timeout=timedelta(seconds=5))
     own = dist.new_group(timeout=timedelta(seconds=6))
     hook = DdpCodec(DistributedDataParallel(nn.Linear(4, 4), process_group=own), "int8")
-    hook.close()
     new_group([0, 1], like=own)
-    return sorted(timeouts())
+    found = sorted(timeouts())
+    hook.close()
+    return found
 
 
 def test_groups_of_operators_and_hooks(two) -> None:

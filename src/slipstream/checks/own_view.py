@@ -66,9 +66,10 @@ class OwnView:
         self._place = None
 
     def sees(self, other: RankState) -> bool:
-        """Whether the process of another rank can be looked at from here; containers may have the
-        name of their host, and numbers of their own."""
-        return bool(other.processes) and other.processes == self._processes
+        """Whether the process of another rank can be looked at from here: it is of this host, and
+        in no container with numbers of its own."""
+        same_numbers = bool(other.processes) and other.processes == self._processes
+        return other.host == self._host and same_numbers
 
     def state(self, now: float, ended: str = "") -> RankState:
         """Look, and say where this rank is.
