@@ -386,8 +386,8 @@ class DdpCodec:
         self._lay_out()
 
     def close(self) -> None:
-        """End the thread and, where DDP trains on the whole world, the process group; give the
-        optimizer its momentum back. DDP must not go on. Idempotent."""
+        """End the thread and, where DDP has trained on the whole world, the process group; give
+        the optimizer its momentum back. DDP must not go on. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -396,7 +396,8 @@ class DdpCodec:
             self._watch.close()
         if self._correction is not None:
             self._correction.give_back()
-        at_rest = self._channel.arrived and self._backward.error is None
+        # An exchange has ended: no rank is still connecting to this one.
+        at_rest = self._backward.started and self._channel.arrived and not self._backward.error
         is_there = self._own_group in dist.distributed_c10d._world.pg_map
         if self._ends_group and at_rest and is_there:
             dist.destroy_process_group(self._own_group)
