@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 import slipstream
 from slipstream.checkpoint import Checkpoints, read
 from slipstream.checkpoint.parts import cut, joined
+from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import UsageError
 from tests.checkpoint.kills import curve, survive
 from tests.checkpoint.training import SETTINGS, Net, part
@@ -220,6 +222,23 @@ def test_the_order_of_a_sampler_within_that_of_batches_is_drawn_again(tmp_path: 
         saved.save(session, wait=True)
         assert seen(session.loader) == rest
     with opened({}, loader(7)) as session:
+        Checkpoints(tmp_path).restore(session)
+        assert seen(session.loader) == rest
+
+
+def test_a_pass_of_an_older_checkpoint_is_drawn_again(tmp_path: Path) -> None:
+    """It has the numbers of torch alone."""
+    rows: Any = range(12)
+    with opened({}, DataLoader(rows, batch_size=2, shuffle=True)) as session:
+        saved, passed = Checkpoints(tmp_path), iter(session.loader)
+        seen(islice(passed, 2))
+        begun = session.loader.drawn_with
+        assert begun is not None
+        older = [begun["default"]["torch"], *begun["loader"]]
+        with patch.object(UnevenInputLoader, "drawn_with", older):
+            saved.save(session, wait=True)
+        rest = seen(passed)
+    with opened({}, DataLoader(rows, batch_size=2, shuffle=True)) as session:
         Checkpoints(tmp_path).restore(session)
         assert seen(session.loader) == rest
 

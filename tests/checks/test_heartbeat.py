@@ -214,11 +214,16 @@ def test_a_rank_that_receives_slowly_does_not_hang(three, tmp_path):
     assert three.run(receives, tmp_path) == [2 * AT] * 3
 
 
+def be_heard() -> None:
+    """Let others hear that this rank has begun; they wait for longer else, and blame the same."""
+    time.sleep(1)  # some beats
+
+
 def holds_the_gil(folder: Path) -> int:
     with opened(folder) as session:
         train(session, AT)
         if dist.get_rank() == BAD:
-            time.sleep(1)  # the others hear that it has begun
+            be_heard()
             end = time.monotonic() + 1.5 * TIMEOUT
             deque(takewhile(end.__gt__, iter(time.monotonic, None)), 0)  # no other thread runs
         train(session, AT)
@@ -246,7 +251,7 @@ def test_a_rank_of_another_host_is_looked_at_by_those_beside_it(three, tmp_path)
 
 
 def stop_once_heard(_: object) -> None:
-    time.sleep(1)  # the others hear that it has begun
+    be_heard()
     stop(_)
 
 

@@ -211,8 +211,8 @@ def replace_weight(block: Any) -> None:
 def test_gradients_of_a_parameter_that_learns_later_add_up(change: Callable[[Any], None]) -> None:
     model, plain, captured, _ = built()
     for each in (model, plain):
-        block = each.get_submodule("blocks.0")
-        block.linear.weight.requires_grad_(change is not thaw)  # type: ignore[union-attr]
+        block: Any = each.get_submodule("blocks.0")
+        block.linear.weight.requires_grad_(change is not thaw)
         each(rows(0)).square().sum().backward()
         change(block)
         each.zero_grad()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +20,9 @@ from slipstream.errors import ClusterError, UsageError
 from slipstream.local import rendezvous
 from slipstream.local.open_carrier import _floats, _layout, _values
 from slipstream.local.rendezvous import Rendezvous, View
-from slipstream.strategy import RendezvousConfig
 from tests.local.reference import flat
 from tests.local.test_beginnings import another, still
-from tests.local.test_rendezvous import joined
+from tests.local.test_rendezvous import apart, joined
 from tests.local.test_training import build, loss_of
 
 pytestmark = pytest.mark.process
@@ -31,12 +31,8 @@ pytestmark = pytest.mark.process
 @pytest.fixture
 def three() -> Iterator[list[Rendezvous]]:
     """Jobs that have not joined; two of them begin."""
-    store = open_store(0)
-    config = RendezvousConfig(store=f"127.0.0.1:{store.port}", at_least=2, timeout=10)
-    made = [Rendezvous(config) for _ in range(3)]
-    yield made
-    for island in made:
-        island.leave()
+    with apart(3) as islands:
+        yield islands
 
 
 def test_who_waits_for_others_in_vain_is_told(
@@ -132,8 +128,8 @@ def test_optimizer_states_lie_alike_in_all_jobs() -> None:
 def test_what_an_optimizer_keeps_of_itself_is_in_no_mean() -> None:
     optimizer = adam_of((0, 1))
     plain = _floats({"optimizer": optimizer.state_dict()})
-    optimizer.state["updates"] = 2  # type: ignore[index, assignment]
-    optimizer.state["norms"] = {"largest": torch.ones(3)}  # type: ignore[index]
+    state: Any = optimizer.state
+    state |= {"updates": 2, "norms": {"largest": torch.ones(3)}}
     own = _floats({"optimizer": optimizer.state_dict()})
     assert own.keys() == plain.keys()
     assert _layout(own) == _layout(plain)

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,18 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture
 def islands(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Rendezvous]]:
-    """Two, at a store of their own, which have not joined."""
     monkeypatch.setattr(rendezvous, "DEAD", 1.5)
     monkeypatch.setattr(rendezvous, "BEAT", 0.2)
+    with apart(2) as two:
+        yield two
+
+
+@contextmanager
+def apart(count: int) -> Iterator[list[Rendezvous]]:
+    """Islands at a store of their own, which have not joined; two of them begin."""
     store = open_store(0)
     config = RendezvousConfig(store=f"127.0.0.1:{store.port}", at_least=2, timeout=10)
-    made = [Rendezvous(config) for _ in range(2)]
+    made = [Rendezvous(config) for _ in range(count)]
     yield made
     for island in made:
         island.leave()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -146,7 +147,8 @@ def test_losses_that_are_not_finite_end_their_run_alone() -> None:
 
 @pytest.mark.parametrize("fault", ["fails", "nonfinite"])
 def test_a_larger_batch_whose_run_failed_is_not_predicted(fault: str) -> None:
-    tuned = Script(**{fault: "accumulate"}).tuner().tune()  # type: ignore[arg-type]
+    faults: dict[str, Any] = {fault: "accumulate"}
+    tuned = Script(**faults).tuner().tune()
     assert {kind_of(one.strategy) for one in tuned.predictions} == {"", "onebit", "int8"}
 
 

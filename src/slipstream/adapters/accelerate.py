@@ -205,7 +205,8 @@ class Accelerator(accelerate.Accelerator):
         with session.evaluating():
             state = super().get_state_dict(model, unwrap=unwrap)
             if _bare(model) is not _bare(session.model):  # a part of it, maybe
-                return mapped(state, torch.Tensor.clone)
+                outer = session.strategy.local is not None  # there for the moment
+                return mapped(state, torch.Tensor.clone) if outer else state
         whole = session.checkpoint("model")["model"]
         return dict(zip(state, whole.values(), strict=True))  # names are those of what was compiled
 

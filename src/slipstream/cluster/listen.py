@@ -111,7 +111,7 @@ def open_store(host: str, port: int, *, alone: bool = False, **options: Any) -> 
 
 def _is_own_name(host: str, address: str) -> bool:
     """Whether a host has this address under that name for itself alone, as Debian's 127.0.1.1."""
-    if host in LOOPBACK:
+    if any(name in host for name in (*LOOPBACK, "loopback")):  # ip6-localhost, say
         return False
     with suppress(ValueError):
         ip_address(host)

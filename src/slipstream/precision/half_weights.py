@@ -212,7 +212,7 @@ class HalfWeights:
         """Know when the model computes; no hook is called where the keyboard interrupts it."""
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs)
-        masters = self._masters  # others after `close`
+        masters = self._masters  # `close` inside would replace them
         masters.depth += 1
         try:
             self._late.narrow()

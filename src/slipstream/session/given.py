@@ -19,7 +19,8 @@ from slipstream.tuner.search_space import SearchSpace
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Values that the steps of an installation have in common; they outlive none of them."""
+    """The arguments that the steps of an installation share. What is installed keeps those that it
+    needs, and not this: it holds the handles, and they hold what is installed."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer

@@ -9,9 +9,10 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
-from slipstream.checks.digest import digest
+from slipstream.checks.digest import Digest, digest
 from slipstream.data.balance import SampleBalance
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import UsageError
@@ -143,8 +144,8 @@ class SessionState:
         model = state.get("model", {})
         names = [name for name, _ in self.model.named_parameters() if name in model]
         found = {
-            "the parameters to load": digest(tensors([model[name] for name in names])),
-            "the optimizer's state to load": digest(tensors(state.get("optimizer"))),
+            "the parameters to load": _digest([model[name] for name in names]),
+            "the optimizer's state to load": _digest(state.get("optimizer")),
         }
         agree({what: str(value) for what, value in found.items()}, control, error)
 
@@ -201,3 +202,8 @@ class SessionState:
         if self.local is not None:
             self.local.load(state.get("local"), steps)
         return steps
+
+
+def _digest(state: object) -> Digest:
+    """The digest of the tensors whose bits can be read: a quantized optimizer's cannot."""
+    return digest(t for t in tensors(state) if type(t) in (torch.Tensor, nn.Parameter))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -422,7 +423,7 @@ def grad_scaler_overflow(run: Loop) -> None:
 class HeavyBall(torch.optim.Optimizer):
     """Sets ``data``, and keeps the former one."""
 
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
