@@ -135,11 +135,10 @@ def test_what_an_optimizer_keeps_of_itself_is_in_no_mean() -> None:
     assert _layout(own) == _layout(plain)
 
 
-def outer_of_a_loaded_model(port: int) -> Tensor:
+def outer_of_a_loaded_model(port: int, model: nn.Module, loaded: nn.Module) -> Tensor:
     local = {"steps": 2, "rendezvous": {"store": f"127.0.0.1:{port}", "at_least": 2}}
-    model = build()
     with slipstream.accelerate(model, still(model), None, {"local": local}) as session:
-        model.load_state_dict(another().state_dict())
+        model.load_state_dict(loaded.state_dict())
         for update in range(2):
             session.backward(loss_of(model, 0, update))
             session.step()
@@ -149,6 +148,7 @@ def outer_of_a_loaded_model(port: int) -> Tensor:
 
 def test_all_jobs_begin_with_the_model_that_their_script_loads() -> None:
     store = open_store(0)
+    models, loaded = [build(), build()], another()  # built here: jobs share one random state
     with ThreadPoolExecutor(2) as jobs:
-        for outer in jobs.map(outer_of_a_loaded_model, [store.port] * 2):
-            assert torch.equal(outer, flat(another().parameters()))
+        for outer in jobs.map(outer_of_a_loaded_model, [store.port] * 2, models, [loaded] * 2):
+            assert torch.equal(outer, flat(loaded.parameters()))
