@@ -60,17 +60,17 @@ class Vitals:
 def vitals(pid: int, without: int | None = None, proc: Path = PROC) -> Vitals:
     """Read what the process ``pid`` has done so far, but for its thread ``without``, which looks at
     it here; nothing where it is gone."""
-    cpu, moved = 0.0, 0
+    ticks, moved = 0, 0
     for process in (pid, *descendants(pid, proc)):
         used = _used(proc / str(process), reaped=True)
-        cpu, moved = cpu + used[0], moved + used[1]
+        ticks, moved = ticks + used[0], moved + used[1]
     if without is not None:
         used = _used(proc / f"{pid}/task/{without}")
-        cpu, moved = cpu - used[0], moved - used[1]
+        ticks, moved = ticks - used[0], moved - used[1]
     switches = 0
     with suppress(OSError, ValueError):
         switches = _value(proc / f"{pid}/task/{pid}/status", "voluntary_ctxt_switches")
-    return Vitals(cpu, moved, switches)
+    return Vitals(ticks / _TICKS, moved, switches)
 
 
 def state(pid: int, proc: Path = PROC) -> str | None:
@@ -129,14 +129,14 @@ def unsent(proc: Path = PROC) -> list[str]:
     return sorted(found)
 
 
-def _used(folder: Path, *, reaped: bool = False) -> tuple[float, int]:
-    """CPU seconds and bytes moved of a process or thread. The bytes of a process are also those of
-    the children that it has reaped, whose seconds the kernel keeps apart."""
+def _used(folder: Path, *, reaped: bool = False) -> tuple[int, int]:
+    """CPU ticks and bytes moved of a process or thread. The bytes of a process are also those of
+    the children that it has reaped, whose ticks the kernel keeps apart."""
     with suppress(OSError, ValueError, IndexError):
         fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        cpu = sum(map(int, fields[11 : 15 if reaped else 13])) / _TICKS
-        return cpu, sum(_value(folder / "io", key) for key in ("rchar", "wchar"))
-    return 0.0, 0
+        ticks = sum(map(int, fields[11 : 15 if reaped else 13]))
+        return ticks, sum(_value(folder / "io", key) for key in ("rchar", "wchar"))
+    return 0, 0
 
 
 def _value(path: Path, key: str) -> int:
