@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from slipstream.errors import UsageError
+from slipstream.optim.nested_step import is_nested
 
 _ROOMS = ("slipstream.fusion.", "slipstream.precision.", "slipstream.sharding.")
 """Whose hooks exchange data, each inside that of the room before it."""
@@ -31,8 +32,8 @@ class InnerHooks:
         self, optimizer: Optimizer, begins: Callable[..., None], ends: Callable[..., None]
     ) -> None:
         eager: Any = torch.compiler.disable
-        self._before = optimizer.register_step_pre_hook(eager(begins))
-        self._after = optimizer.register_step_post_hook(eager(ends))
+        self._before = optimizer.register_step_pre_hook(eager(_outermost(begins)))
+        self._after = optimizer.register_step_post_hook(eager(_outermost(ends)))
         self._last: int | None = None
 
     def arrange(self) -> None:
@@ -68,6 +69,16 @@ class InnerHooks:
         """Take the hooks off."""
         self._before.remove()
         self._after.remove()
+
+
+def _outermost(act: Callable[..., None]) -> Callable[..., None]:
+    """A hook that calls ``act`` around a whole step, not around ``super().step()`` in it."""
+
+    def hook(optimizer: Optimizer, *rest: Any) -> None:
+        if not is_nested(optimizer):
+            act(optimizer, *rest)
+
+    return hook
 
 
 def _exchanges(hook: Callable[..., Any]) -> bool:
