@@ -174,3 +174,21 @@ def test_a_step_around_the_step_of_its_class_is_one_step(two: Ranks) -> None:
         (sharded, fused, True),
     ]
     two.run(each, compare_decayed, cases)
+
+
+def hook_in_a_nested_step() -> None:
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    model = build()
+    update = Decaying(model.parameters(), lr=0.1)
+    with session_on(model, update, {"kind": "sharded", "elementwise": True}) as session:
+        steps(session, 0, 1)
+        handle = update.register_step_post_hook(lambda *_: None)
+        session.backward(model(batch(1, session.rank)))
+        with pytest.raises(UsageError, match=r"Decaying.step\(\) run around its super"):
+            session.step()
+        handle.remove()
+        session.step()
+
+
+def test_a_hook_that_would_see_shares_in_a_nested_step_is_refused(two: Ranks) -> None:
+    two.run(hook_in_a_nested_step)
