@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 import slipstream.comm as comm
+from slipstream.comm.graphs import current
 from tests.harness.operators import (
     AXES,
     REFERENCES,
@@ -285,3 +287,27 @@ def test_operators_without_check_stay_in_the_graph(three: Ranks) -> None:
 
 def test_functional_gradients(three: Ranks) -> None:
     three.run(transformed)
+
+
+def computed_again(reentrant: bool, by_comm: bool) -> None:
+    weight = torch.ones(3, requires_grad=True)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return comm.all_reduce_sum((x * weight).sin()).cos()
+
+    gradients = []
+    for again in (False, True):
+        x, weight.grad = torch.ones(3, requires_grad=True), None
+        y = checkpoint(block, x, use_reentrant=reentrant) if again else block(x)
+        if by_comm:
+            comm.backward(y.sum())
+        else:
+            y.sum().backward()
+        gradients.append(weight.grad)
+        assert not current()  # what waits there keeps its graph
+    assert torch.equal(*gradients)
+
+
+def test_operators_that_a_checkpoint_computes_again_leave_nothing(three: Ranks) -> None:
+    for case in product((False, True), repeat=2):
+        three.run(computed_again, *case)

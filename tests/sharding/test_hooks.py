@@ -9,6 +9,7 @@ import torch
 
 from slipstream.errors import UsageError
 from tests.harness.ranks import Ranks
+from tests.harness.reference import digest
 from tests.sharding.test_update import (
     HALF,
     OPTIMIZERS,
@@ -112,3 +113,82 @@ def gradients_in_hooks() -> None:
 
 def test_a_norm_of_shares_is_refused(two: Ranks) -> None:
     two.run(gradients_in_hooks)
+
+
+class Decaying(torch.optim.SGD):
+    """Changes gradients before and parameters after the step of its class, whose hooks run, too,
+    where anybody has made a plain SGD."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.held():
+            parameter.grad.mul_(0.5)
+        self.inner()
+        with torch.no_grad():
+            torch._foreach_mul_(self.held(), 0.999)  # which 16 bits would not show
+
+    def held(self) -> list[Any]:
+        return [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+
+    def inner(self) -> None:
+        super().step()
+
+
+class DecayingUnseen(Decaying):
+    def inner(self) -> None:
+        torch.optim.SGD.step.__wrapped__(self)  # type: ignore[attr-defined]
+
+
+def decayed(
+    kind: type[Decaying], transport: Any, settings: dict[str, Any], by_hand: bool
+) -> tuple[str, int]:
+    model = build()
+    update = kind(model.parameters(), lr=0.1, momentum=0.9)
+    with session_on(model, update, transport, **settings) as session:
+        for step in range(3):
+            session.backward(model(batch(step, session.rank)))
+            if by_hand:
+                update.step()
+                update.zero_grad()
+            else:
+                session.step()
+        return digest(model), session.updates
+
+
+def compare_decayed(transport: Any, settings: dict[str, Any], by_hand: bool) -> None:
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # from now on its steps run hooks
+    kinds = (Decaying, DecayingUnseen)
+    found = [decayed(kind, transport, settings, by_hand) for kind in kinds]
+    assert found[0] == found[1]
+    assert found[0][1] == 3
+
+
+def test_a_step_around_the_step_of_its_class_is_one_step(two: Ranks) -> None:
+    sharded = {"kind": "sharded", "elementwise": True}
+    fused = {"compute": {"fuse_optimizer": "elementwise"}}
+    half = SETTINGS["half weights"]
+    cases = [
+        ("direct", {}, True),
+        ("direct", half, False),
+        (sharded, {}, True),
+        (sharded, half, False),
+        (sharded, fused, True),
+    ]
+    two.run(each, compare_decayed, cases)
+
+
+def hook_in_a_nested_step() -> None:
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    model = build()
+    update = Decaying(model.parameters(), lr=0.1)
+    with session_on(model, update, {"kind": "sharded", "elementwise": True}) as session:
+        steps(session, 0, 1)
+        handle = update.register_step_post_hook(lambda *_: None)
+        session.backward(model(batch(1, session.rank)))
+        with pytest.raises(UsageError, match=r"Decaying.step\(\) run around its super"):
+            session.step()
+        handle.remove()
+        session.step()
+
+
+def test_a_hook_that_would_see_shares_in_a_nested_step_is_refused(two: Ranks) -> None:
+    two.run(hook_in_a_nested_step)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -114,6 +116,37 @@ def read_after_a_step(reader: str) -> None:
 
 def test_whoever_reads_a_parameter_gets_its_new_value(two: Ranks) -> None:
     two.run(each, read_after_a_step, [(reader,) for reader in READERS])
+
+
+def read_by_threads() -> None:
+    model = build()
+    update = OPTIMIZERS["sgd"](model.parameters())
+    store = dist.distributed_c10d._get_default_store()
+    found: list[torch.Tensor] = []
+    readers = [
+        threading.Thread(target=lambda: found.append(model.head.weight.detach().clone()))
+        for _ in range(4)
+    ]
+    with session_on(model, update, "sharded") as session:
+        steps(session, 0, 1)
+        session.backward(model(batch(1, session.rank)))
+        if session.rank == 1:
+            store.wait(["read"])  # the others' shards are not here as long
+        session.step()
+        if session.rank == 0:
+            for reader in readers:
+                reader.start()
+                reader.join(0.2)  # one that reads too early ends within that, mostly
+            store.set("read", "")
+            for reader in readers:
+                reader.join()
+        last = model.head.weight.detach().clone()
+        steps(session, 2, 1)
+    assert all(torch.equal(values, last) for values in found)
+
+
+def test_threads_that_read_wait_for_the_same_values(two: Ranks) -> None:
+    two.run(read_by_threads)
 
 
 def parameters_arrive_one_by_one() -> None:

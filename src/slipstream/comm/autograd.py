@@ -102,7 +102,10 @@ def apply_collective(
         if call.started:
             raise
         new_token, y = _FuncOperator.apply(anchor, x, call)  # type: ignore[no-untyped-call]
-    if collective.group.size > 1 and (collective.group.check or y is None):
+    waits = y is None
+    if collective.group.check:  # but for what a checkpoint computes again, inside of backward
+        waits = token is not None or torch._C._current_graph_task_id() == -1
+    if collective.group.size > 1 and waits:
         graph = current()
         call.pending = weakref.ref(graph), graph.add(new_token)
     return y

@@ -26,6 +26,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from slipstream.errors import UsageError
+from slipstream.optim.nested_step import is_nested
 from slipstream.plain_copy import attach, copy_as
 from slipstream.precision.casts import HALF_TYPES, cast
 from slipstream.precision.float_modules import Modules, WrappedForward, modules_in_float
@@ -166,7 +167,7 @@ class HalfWeights:
         # torch.compile must not trace these: they change the dtype of parameters
         eager: Any = torch.compiler.disable
         yield optimizer.register_step_pre_hook(eager(self._step_begins)).remove
-        yield optimizer.register_step_post_hook(eager(self._swap_in_halves)).remove
+        yield optimizer.register_step_post_hook(eager(self._step_ends)).remove
         yield optimizer.register_load_state_dict_pre_hook(self._swap_in_masters).remove
         yield optimizer.register_load_state_dict_post_hook(self._swap_in_halves).remove
         for module in self._modules:
@@ -249,13 +250,19 @@ class HalfWeights:
                 "give it all parameters, in groups of their own, or use precision autocast"
             )
 
-    def _step_begins(self, optimizer: object, args: Any, kwargs: Any) -> None:
+    def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if is_nested(optimizer):
+            return
         if any(x is not None for x in [*args[1:], *kwargs.values()]):
             raise UsageError(
                 "optimizer.step(closure) with half weights: the closure would compute with the "
                 "fp32 masters; compute loss and gradients before optimizer.step()"
             )
         self._swap_in_masters()
+
+    def _step_ends(self, optimizer: Any, *_: object) -> None:
+        if not is_nested(optimizer):
+            self._swap_in_halves()
 
     def _swap_in_masters(self, *_: object) -> None:
         self._masters.swap_out()  # the last step may have raised

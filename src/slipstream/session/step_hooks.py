@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from slipstream.optim.nested_step import is_nested
+
 
 class StepHooks:
     """Hooks on the steps of an optimizer.
@@ -55,11 +57,15 @@ class StepHooks:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _pre(self, optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _pre(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if is_nested(optimizer):
+            return
         given = [x for x in (*args[1:], *kwargs.values()) if x is not None]
         self._begins(given[0] if given else None)
         self._inside = True
 
-    def _post(self, *_: object) -> None:
+    def _post(self, optimizer: Any, *_: object) -> None:
+        if is_nested(optimizer):
+            return
         self._inside = False
         self._ends()

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
+from threading import RLock
 from time import perf_counter
 from typing import Any
 
@@ -81,6 +82,9 @@ class ParameterGather:
     waited: float = field(default=0.0, init=False)
     _segments: Sequence[_Segment] = ()
     _order: tuple[str, ...] = ()
+    _reading: Any = field(default_factory=RLock, init=False)
+    """One thread at a time waits: it takes the works that another would wait for. A handler of a
+    signal may read inside."""
     _sender: ThreadPoolExecutor = field(init=False)
     """Copies and sends all segments but the first, so that the next forward can begin; while a
     profiler runs, that one, too."""
@@ -164,6 +168,10 @@ class ParameterGather:
         return [name for segment in pending for name in segment.names]
 
     def _complete(self, segment: _Segment) -> None:
+        with self._reading:
+            self._receive(segment)
+
+    def _receive(self, segment: _Segment) -> None:
         """Wait for the others' shards, and copy them into the parameters.
 
         An exception in between, one of the keyboard above all, leaves the parameters pending.

@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from slipstream.errors import UsageError
+from slipstream.optim.nested_step import is_nested
 
 _ROOMS = ("slipstream.fusion.", "slipstream.precision.", "slipstream.sharding.")
 """Whose hooks exchange data, each inside that of the room before it."""
@@ -31,8 +32,8 @@ class InnerHooks:
         self, optimizer: Optimizer, begins: Callable[..., None], ends: Callable[..., None]
     ) -> None:
         eager: Any = torch.compiler.disable
-        self._before = optimizer.register_step_pre_hook(eager(begins))
-        self._after = optimizer.register_step_post_hook(eager(ends))
+        self._before = optimizer.register_step_pre_hook(eager(self._around_all(begins)))
+        self._after = optimizer.register_step_post_hook(eager(self._around_all(ends)))
         self._last: int | None = None
 
     def arrange(self) -> None:
@@ -63,6 +64,26 @@ class InnerHooks:
                 "and step() by optimizer.register_step_pre_hook would see this rank's shards of "
                 "the parameters; register it before session.backward()"
             )
+
+    def _around_all(self, act: Callable[..., None]) -> Callable[..., None]:
+        """A hook that calls ``act`` around a whole step, not around ``super().step()`` in it."""
+
+        def hook(optimizer: Optimizer, *rest: Any) -> None:
+            if not is_nested(optimizer):
+                act(optimizer, *rest)
+            elif self._has_others():
+                raise UsageError(
+                    f"hooks of {type(optimizer).__name__}.step() run around its super().step(), "
+                    "too, where with gradients.transport sharded they would see this rank's shards "
+                    "of the parameters; take them off, or use transport: direct"
+                )
+
+        return hook
+
+    def _has_others(self) -> bool:
+        handles = self._before, self._after
+        hooks = [hook for handle in handles for hook in (handle.hooks_dict_ref() or {}).values()]
+        return any(not str(hook.__module__).startswith("slipstream.") for hook in hooks)
 
     def remove(self) -> None:
         """Take the hooks off."""

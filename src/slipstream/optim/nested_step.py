@@ -1,0 +1,51 @@
+"""Tells a step from the ``super().step()`` inside of it.
+
+torch wraps the ``step`` of each class of which an optimizer was made, and hooks of an optimizer run
+in every wrapper. So where somebody has made a ``SGD``, the hooks of a subclass with a ``step`` of
+its own run twice: around that, and around the ``super().step()`` in it.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+from torch.optim import Optimizer
+
+_WRAPPER = Optimizer.profile_hook_step(Optimizer.step).__code__
+
+
+def is_nested(optimizer: Optimizer) -> bool:
+    """Whether a hook of a step is called inside of another step of the same optimizer.
+
+    Looks at the stack, as a step that has raised leaves nothing else behind.
+
+    Example:
+        >>> import torch
+        >>> class Mine(torch.optim.SGD):
+        ...     def step(self, closure=None):
+        ...         return super().step(closure)
+        >>> weight = torch.zeros(1, requires_grad=True)
+        >>> other, mine = torch.optim.SGD([weight]), Mine([weight])
+        >>> handle = mine.register_step_pre_hook(lambda *_: print(is_nested(mine)))
+        >>> mine.step()
+        False
+        True
+    """
+    steps = (vars(kind).get("step") for kind in type(optimizer).__mro__)
+    if sum(hasattr(step, "hooked") for step in steps) < 2:
+        return False
+    found, frame = 0, _around(sys._getframe())
+    while frame is not None:
+        # a stand-in for an optimizer has its attributes
+        found += getattr(frame.f_locals.get("self"), "__dict__", None) is vars(optimizer)
+        frame = _around(frame)
+    return found > 1
+
+
+def _around(frame: FrameType) -> FrameType | None:
+    """The next wrapper of a step outside of a frame."""
+    outer = frame.f_back
+    while outer is not None and outer.f_code is not _WRAPPER:
+        outer = outer.f_back
+    return outer
