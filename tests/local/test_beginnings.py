@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import slipstream
+from slipstream.errors import ExchangeError
 from slipstream.local.carrier import FixedCarrier
 from tests.harness.ranks import Ranks
 from tests.local.reference import flat
@@ -119,6 +120,28 @@ def without_an_update(updates: tuple[int, int]) -> Tensor:
 def test_a_rank_without_an_update_ends_nobody(two: Ranks, updates: tuple[int, int]) -> None:
     first, second = two.run(without_an_update, updates)
     assert torch.equal(first, second)
+
+
+def of_other_length(updates: tuple[int, int], fragments: int) -> None:
+    model, rank = build(), torch.distributed.get_rank()
+    local = {"steps": 4, "fragments": fragments, "delay": fragments - 1}
+    with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
+        for update in range(updates[rank]):
+            session.backward(loss_of(model, rank, update))
+            session.step()
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_rank_that_closes_where_another_meets_ends_both_by_an_error(
+    two: Ranks, fragments: int
+) -> None:
+    """gloo would abort the process that gets a message of another size."""
+    found = two.fail(of_other_length, (9, 12), fragments)
+    for rank, words in enumerate(["closes after update 9", "has closed its session"]):
+        error = found[rank]
+        assert isinstance(error, ExchangeError)
+        assert words in str(error)
+        assert "the same number of step() calls" in str(error)
 
 
 # Updates of the first rank, and delay: it closes when the first meeting is over, while it has

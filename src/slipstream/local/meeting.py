@@ -39,6 +39,13 @@ from slipstream.local.island import Island
 from slipstream.strategy import LocalConfig
 from slipstream.transport.requests import AllReduce, ExchangeSteps
 
+ALIKE = (
+    "without local.stretch all ranks make the same number of step() calls: give each as many "
+    "batches, or pass the loader to accelerate(), which keeps ranks in step"
+)
+CLOSES = 2.0**40
+"""Added to the second of a meeting's weights, a number of ranks, by each island that closes."""
+
 
 @dataclass(slots=True)
 class Flight:
@@ -267,6 +274,8 @@ class Meeting:
         several = self._island.islands.count > 1
         if several:
             yield AllReduce(total)
+            if total[1] >= CLOSES:  # what follows there is of other sizes
+                raise RuntimeError(f"another rank has closed its session already; {ALIKE}")
         flight.change.mul_(float(weights[0] / total[0].clamp(min=1)))
         flight.buffers.mul_(float(weights[1] / total[1].clamp(min=1)))
         if not several:
