@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import slipstream
+from slipstream.errors import ExchangeError
+from slipstream.local.carrier import FixedCarrier
 from tests.harness.ranks import Ranks
 from tests.local.reference import flat
 from tests.local.test_training import build, loss_of, sgd
@@ -119,15 +122,45 @@ def test_a_rank_without_an_update_ends_nobody(two: Ranks, updates: tuple[int, in
     assert torch.equal(first, second)
 
 
-def saved_now_and_then(folder: str) -> list[str]:
+def of_other_length(updates: tuple[int, int], fragments: int) -> None:
+    model, rank = build(), torch.distributed.get_rank()
+    local = {"steps": 4, "fragments": fragments, "delay": fragments - 1}
+    with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
+        for update in range(updates[rank]):
+            session.backward(loss_of(model, rank, update))
+            session.step()
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_rank_that_closes_where_another_meets_ends_both_by_an_error(
+    two: Ranks, fragments: int
+) -> None:
+    """gloo would abort the process that gets a message of another size."""
+    found = two.fail(of_other_length, (9, 12), fragments)
+    for rank, words in enumerate(["closes after update 9", "has closed its session"]):
+        error = found[rank]
+        assert isinstance(error, ExchangeError)
+        assert words in str(error)
+        assert "the same number of step() calls" in str(error)
+
+
+# Updates of the first rank, and delay: it closes when the first meeting is over, while it has
+# announced it, while a change travels.
+ENDS = {"met": (7, 0), "announced": (5, 0), "on the way": (8, 2)}
+
+
+def saved_now_and_then(folder: str, end: str, on_signal: tuple[int, ...]) -> list[str]:
     model = build()
     rank = torch.distributed.get_rank()
-    local = {"steps": 4, "stretch": 3}
-    checkpoints = slipstream.Checkpoints(folder)
-    with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
-        # the first meeting is at update 7 at the latest; one announced in the last update would
-        # be held in close()
-        for update in range(7 + 8 * rank):
+    updates, delay = ENDS[end]
+    local = {"steps": 4, "stretch": 3, "delay": delay}
+    checkpoints = slipstream.Checkpoints(folder, on_signal=on_signal)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        slipstream.accelerate(model, sgd(model), None, {"local": local}) as session,
+    ):
+        patch.setattr(FixedCarrier, "arrived", False)  # ranks are ready to meet at updates 7, 14
+        for update in range(updates + 8 * rank):
             session.backward(loss_of(model, rank, update))
             session.step()
             checkpoints.step(session, every=4)
@@ -135,7 +168,10 @@ def saved_now_and_then(folder: str) -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir())
 
 
-def test_a_rank_that_goes_on_alone_saves_nothing(two: Ranks, tmp_path: Path) -> None:
-    first, second = two.run(saved_now_and_then, str(tmp_path / "checkpoints"))
-    assert first == second
-    assert first
+@pytest.mark.parametrize("on_signal", [(), (signal.SIGUSR1,)], ids=["", "signals"])
+@pytest.mark.parametrize("end", ENDS)
+def test_a_rank_that_goes_on_alone_saves_nothing(
+    two: Ranks, tmp_path: Path, end: str, on_signal: tuple[int, ...]
+) -> None:
+    first, second = two.run(saved_now_and_then, str(tmp_path / "saved"), end, on_signal)
+    assert first == second == (["update-00000014"] if end == "met" else [])

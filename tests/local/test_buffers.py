@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import slipstream
+from slipstream.errors import UsageError
 from slipstream.strategy import LocalConfig
 from tests.harness.ranks import Ranks
 from tests.local.test_saved_state import training
@@ -157,3 +158,15 @@ def with_a_loaded_mask() -> Seen:
             session.backward(model(x).square().mean() * 0.01)
             session.step()
     return model
+
+
+def test_a_buffer_that_is_gone_is_named() -> None:
+    model = Seen()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    session = slipstream.accelerate(model, optimizer, None, {"local": {"steps": 1}})
+    session.backward(model(torch.ones(2, 4)).mean())
+    model.frequencies = None
+    with pytest.raises(UsageError, match="buffer frequencies was there at accelerate"):
+        session.step()
+    model.frequencies = constants()["frequencies"]
+    session.close()

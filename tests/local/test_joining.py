@@ -23,7 +23,7 @@ from slipstream.local.rendezvous import Rendezvous, View
 from tests.local.reference import flat
 from tests.local.test_beginnings import another, still
 from tests.local.test_rendezvous import apart, joined
-from tests.local.test_training import build, loss_of
+from tests.local.test_training import build, loss_of, sgd
 
 pytestmark = pytest.mark.process
 
@@ -152,3 +152,34 @@ def test_all_jobs_begin_with_the_model_that_their_script_loads() -> None:
     with ThreadPoolExecutor(2) as jobs:
         for outer in jobs.map(outer_of_a_loaded_model, [store.port] * 2, models, [loaded] * 2):
             assert torch.equal(outer, flat(loaded.parameters()))
+
+
+def restored_alone(port: int, model: nn.Module, state: dict[str, Any]) -> str:
+    local = {"steps": 2, "rendezvous": {"store": f"127.0.0.1:{port}", "at_least": 2}}
+    with slipstream.accelerate(model, still(model), None, {"local": local}) as session:
+        session.restore(state)
+        try:
+            session.backward(loss_of(model, 0, 0))
+        except ClusterError as error:
+            return str(error)
+        session.step()
+    return ""
+
+
+def saved_after(updates: int) -> dict[str, Any]:
+    model = build()
+    with slipstream.accelerate(model, sgd(model), None, {"local": {"steps": 1}}) as session:
+        for update in range(updates):
+            session.backward(loss_of(model, 0, update))
+            session.step()
+        return session.checkpoint()
+
+
+def test_jobs_of_a_start_that_restore_different_states_are_refused() -> None:
+    """As where each has a folder of its own, and all were killed a moment after one had saved."""
+    store = open_store(0)
+    models, states = [build(), build()], [saved_after(1), saved_after(2)]
+    with ThreadPoolExecutor(2) as jobs:
+        found = [*jobs.map(restored_alone, [store.port] * 2, models, states)]
+    assert "" in found
+    assert any("loaded model or restored state of this job differs" in text for text in found)

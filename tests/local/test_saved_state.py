@@ -98,3 +98,32 @@ def test_a_state_without_a_part_of_its_own_has_no_updates_of_its_own() -> None:
         session.load_state_dict(saved["session"])
         model.load_state_dict(saved["model"])
         assert training(session)._weights == [0]
+
+
+def gone_on(saved: dict[str, Any], first: str) -> torch.Tensor:
+    """Parameters of a plain resume, which loads the model or the session first."""
+    model = layers("first", "second")
+    nn.init.zeros_(model.get_parameter("first.weight"))  # as a process begins: with other values
+    local = {"steps": 4, "delay": 2}
+    with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
+        load = {"model": model.load_state_dict, "session": session.load_state_dict}
+        for part in sorted(load, reverse=first == "session"):
+            load[part](saved[part])
+        for _ in range(6):
+            session.backward(model(torch.ones(2, 4)).square().mean())
+            session.step()
+    return flat(model.parameters())
+
+
+def test_a_model_may_be_loaded_after_the_session_while_a_change_travels() -> None:
+    model = layers("first", "second")
+    local = {"steps": 4, "delay": 2}
+    with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
+        for _ in range(5):
+            session.backward(model(torch.ones(2, 4)).square().mean())
+            session.step()
+        saved = session.checkpoint()
+        [meeting] = saved["session"]["local"]["meetings"]
+        assert meeting["due"] is not None
+        saved["model"] = {name: value.clone() for name, value in saved["model"].items()}
+    assert torch.equal(gone_on(saved, "session"), gone_on(saved, "model"))

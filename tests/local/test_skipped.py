@@ -35,6 +35,20 @@ def test_ranks_meet_though_one_has_skipped_an_update(two: Ranks, at: int, steps:
     assert torch.equal(first, second)
 
 
+def test_an_update_skipped_at_a_meeting_may_show_in_inference_mode() -> None:
+    model = build()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with slipstream.accelerate(model, optimizer, None, {"local": {"steps": 2}}) as session:
+        for update in range(6):
+            session.backward(loss_of(model, 0, update))
+            if update != 1:
+                optimizer.step()
+            optimizer.zero_grad()
+            with torch.inference_mode(), session.evaluating():
+                loss_of(model, 0, update)
+        assert session.skipped == 1
+
+
 def skipping_beside_a_stream(zeroes_first: bool) -> tuple[int, Tensor]:
     """Ranks tell each other before each batch whether they have one."""
     model = build()

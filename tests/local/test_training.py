@@ -704,6 +704,8 @@ def saved_while_one_waits() -> Tensor:
                 state = session.checkpoint()
                 with pytest.raises(MismatchError, match="all_updates has just changed"):
                     session.restore(state)
+                with pytest.raises(MismatchError, match="all_updates has just changed"):
+                    session.restore({"model": state["model"]})
             session.backward(loss_of(model, rank, update))
             session.step()
     return flat(model.parameters())

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slipstream.checkpoint import parts, storage
+from slipstream.checkpoint.attendance import Attendance
 from slipstream.checkpoint.folder import BrokenCheckpoint, Folder, check
 from slipstream.checkpoint.stopping import StopSignals
 from slipstream.checkpoint.writing import Writing, advice
@@ -89,6 +90,7 @@ class Checkpoints:
         self._folder = Folder(checkpoints_of(Path(folder)))
         self._keep, self._also = keep, dict(also or {})
         self._signals = StopSignals(on_signal)
+        self._attendance = Attendance()
         self._session: AnySession | None = None
         self._group: dist.ProcessGroup | None = None
         self._found: Sequence[Path] = ()  # when the session came, or went back
@@ -187,7 +189,8 @@ class Checkpoints:
         after each ``session.step()``, also where that did not update.
 
         ``every`` counts ``session.common_updates``: under ``local`` also those that one rank alone
-        has skipped, and with ``stretch`` those of all ranks.
+        has skipped, and with ``stretch`` those of all ranks. There nothing is saved, and no signal
+        stops the ranks, once one has closed its session.
 
         Raises:
             SystemExit: a rank has got a signal, and the checkpoint is complete.
@@ -202,10 +205,13 @@ class Checkpoints:
         if now == before:
             return
         self._seen = now
+        saves = now // every > before // every
+        if (saves or self._signals.wanted) and not self._attendance.complete():
+            return
         number = self._signals.due() if self._signals.wanted else 0
         if number:
             self._signals.forget()  # what follows says how it ended
-        if number or now // every > before // every:
+        if number or saves:
             self.save(session, wait=bool(number))
         elif self._writing is not None and not self._writing.is_alive():
             self._join()
@@ -266,6 +272,10 @@ class Checkpoints:
         self._group = session.beside(self, self._abandon)
         self._session, self._seen = session, 0
         self._found = self._look(session.rank)
+        local = session.strategy.local
+        if local is not None and local.stretch:
+            self._attendance = ends = Attendance()
+            ends.begin(session.beside(ends, ends.abandon))
         if self._signals.wanted:
             self._signals.install(session.beside(self._signals, self._signals.abandon))
             session.afterwards(self._signals.pass_on)

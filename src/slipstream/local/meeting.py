@@ -39,6 +39,13 @@ from slipstream.local.island import Island
 from slipstream.strategy import LocalConfig
 from slipstream.transport.requests import AllReduce, ExchangeSteps
 
+ALIKE = (
+    "without local.stretch all ranks make the same number of step() calls: give each as many "
+    "batches, or pass the loader to accelerate(), which keeps ranks in step"
+)
+CLOSES = 2.0**40
+"""Added to the second of a meeting's weights, a number of ranks, by each island that closes."""
+
 
 @dataclass(slots=True)
 class Flight:
@@ -168,10 +175,16 @@ class Meeting:
         """Copy this rank's buffers, or those that are given by name.
 
         Raises:
-            UsageError: one has another size than when the ranks compared them.
+            UsageError: one is gone, or has another size than when the ranks compared them.
         """
-        of = self._model.get_buffer if given is None else given.__getitem__
-        named = [of(name) for name in self.fragment.buffers]
+        present = self._model.named_buffers(remove_duplicate=False)
+        found = dict(present) if given is None else given
+        if gone := [name for name in self.fragment.buffers if name not in found]:
+            raise UsageError(
+                f"buffer {gone[0]} was there at accelerate() and is gone now; it is averaged over "
+                "ranks, so it must stay: keep what comes and goes in a plain attribute"
+            )
+        named = [found[name] for name in self.fragment.buffers]
         sizes = [tuple(buffer.shape) for buffer in named]
         self._sizes = self._sizes or sizes
         for name, before, now in zip(self.fragment.buffers, self._sizes, sizes, strict=True):
@@ -261,6 +274,8 @@ class Meeting:
         several = self._island.islands.count > 1
         if several:
             yield AllReduce(total)
+            if total[1] >= CLOSES:  # what follows there is of other sizes
+                raise RuntimeError(f"another rank has closed its session already; {ALIKE}")
         flight.change.mul_(float(weights[0] / total[0].clamp(min=1)))
         flight.buffers.mul_(float(weights[1] / total[1].clamp(min=1)))
         if not several:
@@ -419,7 +434,8 @@ class Meeting:
             self._optimizer.state[self.outer]["momentum_buffer"] = momentum
         self.flight = None
         if state["due"] is not None:
-            sent = self.read() if own is None else own["sent"].to(self.device, copy=True)
+            sent = self._as_loaded(state["outer"]) if own is None else own["sent"]
+            sent = sent.to(self.device, copy=True)
             mean, buffers, totals = (
                 state[key].to(self.device, copy=True) for key in ("mean", "mean_buffers", "totals")
             )
@@ -429,6 +445,13 @@ class Meeting:
         if self._compressor is not None:
             left_out = own["codec"] if own is not None else []
             self._compressor.load(left_out or [{} for _ in self._compressor.slots])
+
+    def _as_loaded(self, outer: torch.Tensor) -> torch.Tensor:
+        """Round outer parameters as a model does that they are loaded into, now or later."""
+        rounded = outer.to(self.device, copy=True)
+        for piece, part in self._parts(rounded):
+            part.copy_(part.to(piece.dtype))
+        return rounded
 
     @cached_property
     def sent_bytes(self) -> int:

@@ -9,6 +9,7 @@ from weakref import WeakMethod
 
 import torch
 
+from slipstream.checks.digest import digest
 from slipstream.codecs import Ranks
 from slipstream.errors import UsageError
 from slipstream.local.open_carrier import OpenCarrier
@@ -23,6 +24,7 @@ class OpenTraining(LocalTraining):
     """
 
     slot = 0
+    _begins = False  # with others, and has not trained yet
     _save: Callable[[], Callable[[], dict[str, Any]] | None]
     _restore: Callable[[], Callable[[Mapping[str, Any]], None] | None]
 
@@ -51,8 +53,24 @@ class OpenTraining(LocalTraining):
         optimizer = type(self._optimizer).__name__
         carrier.same("strategy local, model or optimizer", repr((own, shapes, optimizer)))
         carrier.join()
+        self._begins = not self.updates
         with torch.no_grad():
             self._take_turn()
+
+    def check(self) -> None:
+        """Refuse a backward pass where it has no meaning, as `LocalTraining.check` does.
+
+        Raises:
+            ClusterError: another job of this start has loaded another model, or restored another
+                state.
+        """
+        super().check()
+        if self._begins:
+            self._begins = False
+            carrier = self._exchanges.carrier
+            assert isinstance(carrier, OpenCarrier)
+            own = self._position, [digest([meeting.outer]) for meeting in self._meetings]
+            carrier.same("loaded model or restored state", repr(own))
 
     def check_restore(self, verb: str) -> None:
         """Refuse to restore what other jobs do not have.

@@ -20,7 +20,7 @@ from slipstream.local.exchanges import IslandExchanges, JoinedAgain
 from slipstream.local.fragments import cut
 from slipstream.local.inner_state import average_state
 from slipstream.local.island import Island
-from slipstream.local.meeting import Flight, Meeting
+from slipstream.local.meeting import ALIKE, CLOSES, Flight, Meeting
 from slipstream.local.pace import Pace
 from slipstream.local.saved_state import check_settings, own_part
 from slipstream.local.schedule import MeetingSchedule
@@ -512,6 +512,9 @@ class LocalTraining:
 
         A collective. The last, partial round is no step of the outer optimizer, whose momentum
         would count as if it were a whole one.
+
+        Raises:
+            ExchangeError: another rank is gone, or still trains without ``stretch``.
         """
         # others wait for a word of a rank of another speed, though it has made no update
         if self.failed or self.warms_up or not (self.updates or self._config.stretch):
@@ -556,16 +559,35 @@ class LocalTraining:
 
     def _closes_with_others(self) -> bool:
         """Tell the others that this rank ends; whether they do, too."""
-        if self._exchanges.carrier is None:
+        carrier = self._exchanges.carrier
+        if carrier is None:
             return True
         if not self._config.stretch:
-            return self._exchanges.carrier.close()
+            if carrier.fixed:
+                self._check_all_close()
+            return carrier.close()
         if self._pace.waited is not None:
             self._pace.hear()
             self._meet()
             self._merge(lambda flight: True)
         self._pace.close()
-        return self._pace.last_round and self._exchanges.carrier.close()
+        return self._pace.last_round and carrier.close()
+
+    def _check_all_close(self) -> None:
+        """Refuse to end while others meet: by what a meeting begins with, which fits theirs.
+
+        Raises:
+            ExchangeError: another rank is at a meeting.
+        """
+        weights = torch.tensor([0.0, CLOSES], dtype=torch.float64, device=self._meetings[0].device)
+        self._exchanges.sum(Label("meeting_ready", lambda: "the end of the training"), weights)
+        self._exchanges.land()
+        if weights[1] != CLOSES * self.island.islands.count:
+            self._exchanges.failure = (
+                f"{self.island.name}: the session closes after update {self.updates}, where "
+                f"another rank meets and goes on; {ALIKE}"
+            )
+            raise ExchangeError(self._exchanges.failure)
 
     def abandon(self) -> None:
         """After an error the other ranks may not be there to meet."""

@@ -334,7 +334,8 @@ class TrainingLoop:
         """
         while self.local is not None and self._meetings_due:
             began = time.perf_counter()
-            self.local.updated(self._meetings_due.pop(0))
+            with torch.inference_mode(False):  # that of an evaluation: what is made here stays
+                self.local.updated(self._meetings_due.pop(0))
             self.progress.waited += time.perf_counter() - began
 
     def _update(self) -> bool:

@@ -126,15 +126,20 @@ class SessionState:
     def check_alike(self, state: Mapping[str, Any]) -> None:
         """Refuse a model and an optimizer that are not those of other ranks; a collective.
 
-        Buffers may differ, and so may optimizers of ranks that train on their own. Ranks that share
-        a model hold other parts of it.
+        Buffers may differ, and so may what ranks load that train on their own, but not where they
+        do, after how many meetings. Ranks that share a model hold other parts of it.
 
         Raises:
             UsageError: this is the part of an optimizer that a single rank has saved.
-            MismatchError: parameters or the optimizer's state differ between ranks.
+            MismatchError: parameters or the optimizer's state differ between ranks, or these are at
+                different places of a round without a session's state.
         """
         control, dims = self.dims.control, self.dims
-        if control is None or self.local is not None or dims.mesh.model_parallel > 1:
+        if control is None or dims.mesh.model_parallel > 1:
+            return
+        if self.local is not None:
+            if self.local.place and "session" not in state:  # else it replaces what ranks count
+                agree({**self.local.place, "meetings": str(self.local.meetings)}, control)
             return
         error = None
         try:
