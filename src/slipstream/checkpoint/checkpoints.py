@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import IO, Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -92,6 +92,7 @@ class Checkpoints:
         self._signals = StopSignals(on_signal)
         self._session: AnySession | None = None
         self._group: dist.ProcessGroup | None = None
+        self._claim: IO[str] | None = None
         self._found: Sequence[Path] = ()  # when the session came, or went back
         self._restored = False
         self._seen = 0
@@ -118,7 +119,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: there are some, and none of them is whole; or a rank cannot read one
-                now, which may be whole.
+                now, which may be whole; or another run uses the folder.
             ModelError: it is another model's.
             UsageError: the session cannot take it, as ``session.restore``.
         """
@@ -252,6 +253,9 @@ class Checkpoints:
         self._signals.forget()  # the error ends the script
 
     def _leave(self) -> None:
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            self._folder.release(claim)
         self._session = self._group = None
         self._found, self._restored = (), False
 
@@ -278,16 +282,20 @@ class Checkpoints:
         if rank == 0:
             try:
                 self._folder.path.mkdir(parents=True, exist_ok=True)
+                if self._claim is None:
+                    self._claim = self._folder.claim()
                 self._folder.sweep()
                 found = self._folder.complete()
+            except CheckpointError as failure:
+                error = str(failure)
             except OSError as failure:
-                error = f"{type(failure).__name__}: {failure}"
+                error = (
+                    f"rank 0 cannot use the folder {self._folder.path} for checkpoints "
+                    f"({type(failure).__name__}: {failure}); name one that it can write"
+                )
         (found, error), *_ = self._gather((found, error), "the checkpoints that are there")
         if error:
-            raise CheckpointError(
-                f"rank 0 cannot use the folder {self._folder.path} for checkpoints ({error}); name "
-                "one that it can write"
-            )
+            raise CheckpointError(error)
         return found
 
     def _gather(self, value: Any, what: str) -> list[Any]:
