@@ -48,9 +48,9 @@ def whole_file(path: str | Path, *, durable: bool = True) -> Iterator[IO[bytes]]
             yield opened
         return
     _remove_left(target)
-    part, opened = _new_part(target)
+    part, made = _new_part(target)
     try:
-        with opened:
+        with made as opened:
             if mode is not None:
                 os.fchmod(opened.fileno(), stat.S_IMODE(mode))
             yield opened
