@@ -350,9 +350,30 @@ def test_a_death_while_writing_leaves_the_one_before(
     with pytest.raises(RankFailure, match="died"):
         two.run(dies_while_writing, str(tmp_path), moment)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["update-00000001", "update-00000002", "writing-00000003"]
+    assert names == ["in-use", "update-00000001", "update-00000002", "writing-00000003"]
     assert two.run(restored, str(tmp_path)) == [(2, []), (2, [])]
-    assert not (tmp_path / "writing-00000003").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == names[1:3]
+
+
+def test_a_folder_that_another_run_uses_is_refused(two: Ranks, tmp_path: Path) -> None:
+    there = folders.Folder(tmp_path)
+    claim = there.claim()
+    assert claim is not None
+    there.temporary(7).mkdir()
+    for error in two.fail(restored, str(tmp_path)).values():
+        assert isinstance(error, CheckpointError)
+        assert f"process {os.getpid()} on " in str(error)
+        assert "read(path)" in str(error)
+    assert there.temporary(7).is_dir()
+    claim.truncate(0)
+    claim.write("another machine\nprocess 7 on there")
+    claim.flush()
+    (_, said), (_, nothing) = two.run(restored, str(tmp_path))
+    assert "process 7 on there uses the folder" in said[0]
+    assert not nothing
+    there.release(claim)
+    assert two.run(restored, str(tmp_path)) == [(0, []), (0, [])]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_on_all(two: Ranks, tmp_path: Path) -> None:

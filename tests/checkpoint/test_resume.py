@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,13 +13,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 import slipstream
 from slipstream.checkpoint import Checkpoints, read
 from slipstream.checkpoint.parts import cut, joined
 from slipstream.data.uneven_inputs import UnevenInputLoader
-from slipstream.errors import UsageError
+from slipstream.errors import MismatchError, UsageError
 from tests.checkpoint.kills import curve, survive
 from tests.checkpoint.training import SETTINGS, Net, part
 from tests.harness.ranks import Ranks
@@ -224,6 +224,214 @@ def test_the_order_of_a_sampler_within_that_of_batches_is_drawn_again(tmp_path: 
     with opened({}, loader(7)) as session:
         Checkpoints(tmp_path).restore(session)
         assert seen(session.loader) == rest
+
+
+def test_a_generator_of_the_loader_goes_on_between_two_passes(tmp_path: Path) -> None:
+    rows: Any = range(12)
+
+    def loader() -> DataLoader[int]:
+        return DataLoader(rows, 2, shuffle=True, generator=torch.Generator().manual_seed(5))
+
+    with opened({}, loader()) as session:
+        saved, first = Checkpoints(tmp_path), seen(session.loader)
+        saved.save(session, wait=True)
+        second = seen(session.loader)
+        assert first != second
+    with opened({}, loader()) as session:
+        Checkpoints(tmp_path).restore(session)
+        assert seen(session.loader) == second
+
+
+def epochs_seen(folder: Path, stop: int, prefetch: bool) -> list[tuple[int, list[int]]]:
+    """Epochs and batches of the loop in docs/checkpoints.md, until so many updates are done."""
+    rows: Any = range(10)
+    loader = DataLoader(rows, 2, sampler=DistributedSampler(rows, 1, 0))
+    found: list[tuple[int, list[int]]] = []
+    strategy = {"data": {"prefetch": {"threads": True, "workers": 1}}} if prefetch else {}
+    with opened(strategy, loader) as session:
+        saved = Checkpoints(folder)
+        saved.restore(session)
+        for epoch in range(session.updates // 5, 4):
+            loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+            for batch in session.loader:
+                found.append((epoch, batch.tolist()))
+                session.backward(session.model(words(session.updates)).square().mean())
+                session.step()
+                saved.step(session, every=1)
+                if session.updates == stop:
+                    return found
+    return found
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_run_that_ended_with_an_epoch_goes_on_with_the_next(
+    prefetch: bool, tmp_path: Path
+) -> None:
+    whole = epochs_seen(tmp_path / "whole", 20, prefetch)
+    for stop in (5, 7, 10):
+        parted = tmp_path / str(stop)
+        assert epochs_seen(parted, stop, prefetch) + epochs_seen(parted, 20, prefetch) == whole
+
+
+def test_the_end_of_an_epoch_is_kept_until_a_pass_begins(tmp_path: Path) -> None:
+    epochs_seen(tmp_path, 5, False)
+    rows: Any = range(10)
+    loader = DataLoader(rows, 2, sampler=DistributedSampler(rows, 1, 0))
+    for _ in range(2):
+        with opened({}, loader) as session:
+            saved = Checkpoints(tmp_path)
+            saved.restore(session)
+            saved.save(session)
+            assert seen(session.loader) == []  # still of that epoch: none is left
+            assert len(seen(session.loader)) == 5
+
+
+def test_a_loop_that_goes_on_after_a_restore_leaves_the_next_one_whole(tmp_path: Path) -> None:
+    rows: Any = range(12)
+    with opened({}, DataLoader(rows, 2, shuffle=True)) as session:
+        saved, passed = Checkpoints(tmp_path), iter(session.loader)
+        first = seen(islice(passed, 2))
+        saved.save(session, wait=True)
+        first += seen(islice(passed, 1))
+        saved.restore(session)
+        assert session.state_dict()["data"]["batches"] == 2
+        first += seen(passed)
+        assert sorted(chain(*first)) == [*rows]
+        saved.restore(session)
+        again = seen(session.loader)
+        assert again == first[2:]
+        assert sorted(chain(*seen(session.loader))) == [*rows]
+
+
+def test_a_loop_within_a_loop_does_not_move_the_place(tmp_path: Path) -> None:
+    rows: Any = range(12)
+    with opened({}, DataLoader(rows, 2, shuffle=True)) as session:
+        saved, passed = Checkpoints(tmp_path), iter(session.loader)
+        seen(islice(passed, 2))
+        seen(islice(session.loader, 3))  # as who evaluates on batches of the training
+        seen(islice(passed, 1))
+        saved.save(session, wait=True)
+        rest = seen(passed)
+    with opened({}, DataLoader(rows, 2, shuffle=True)) as session:
+        Checkpoints(tmp_path).restore(session)
+        assert seen(session.loader) == rest
+
+
+class Damaged:
+    """Samples, one of which cannot be read."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if index == 2:
+            raise ValueError("damaged")
+        return index
+
+
+def test_errors_that_a_run_has_caught_do_not_end_the_one_that_goes_on(tmp_path: Path) -> None:
+    def loader() -> DataLoader[int]:
+        return DataLoader(Damaged(), 1)  # type: ignore[arg-type]
+
+    with opened({}, loader()) as session:
+        saved, passed = Checkpoints(tmp_path), iter(session.loader)
+        seen(islice(passed, 2))
+        with pytest.raises(ValueError, match="damaged"):
+            next(passed)
+        seen(islice(passed, 1))
+        saved.save(session, wait=True)
+    with opened({}, loader()) as session:
+        Checkpoints(tmp_path).restore(session)
+        with pytest.warns(UserWarning, match="among the 3 batches .* one raises ValueError"):
+            assert seen(session.loader) == [[4], [5], [6], [7]]
+
+
+class OwnPlace:
+    """Batches of this rank, and a state that is its own."""
+
+    def __init__(self, rank: int) -> None:
+        self.state = {"name": f"file {rank}", "next": 0}
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        while self.state["next"] < 6:  # type: ignore[operator]
+            self.state["next"] += 1  # type: ignore[operator]
+            yield self.state["name"], self.state["next"]  # type: ignore[misc]
+        self.state["next"] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = dict(state)
+
+
+def of_own_places(folder: str, count: int) -> tuple[list[Any], list[str]]:
+    """The batches of a pass up to a checkpoint, and the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with opened({}, OwnPlace(slipstream.data_share()[0])) as session:
+            saved = Checkpoints(folder)
+            saved.restore(session)
+            found = list(islice(session.loader, count))
+            saved.save(session, wait=True)
+        return found, [str(one.message) for one in caught]
+
+
+def test_a_loader_with_a_state_goes_on_with_that_of_its_rank(two: Ranks, tmp_path: Path) -> None:
+    for first in (1, 3):
+        runs = two.run(of_own_places, str(tmp_path), 2)
+        for rank, (found, said) in enumerate(runs):
+            assert found == [(f"file {rank}", first), (f"file {rank}", first + 1)]
+            assert not said
+    found, (said,) = of_own_places(str(tmp_path), 1)
+    assert found == [("file 0", 5)]
+    assert "each goes on with that of rank 0" in said
+
+
+def fails_to_save(folder: str) -> None:
+    """A state of the last rank cannot be had."""
+
+    class Counter:
+        def state_dict(self) -> dict[str, Any]:
+            if session.rank:
+                raise ZeroDivisionError
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError
+
+    strategy = {"gradients": {"codec": "onebit"}, "checks": {"timeout": 20}}
+    with opened(strategy) as session:
+        session.backward(session.model(words(0)).square().mean())
+        session.step()
+        Checkpoints(folder, also={"counter": Counter()}).save(session)
+
+
+def test_a_state_that_fails_on_one_rank_fails_on_all(two: Ranks, tmp_path: Path) -> None:
+    errors = two.fail(fails_to_save, str(tmp_path))
+    assert isinstance(errors[1], ZeroDivisionError)
+    assert isinstance(errors[0], MismatchError)
+
+
+def test_the_default_device_of_a_script_is_none_of_a_checkpoint(tmp_path: Path) -> None:
+    with opened({}) as session:
+        saved = Checkpoints(tmp_path)
+        with torch.device("meta"):
+            saved.save(session, wait=True)
+            state = read(saved.paths[-1])[0]
+            assert saved.restore(session) == 0
+        assert torch.equal(state["model"]["inner.weight"], session.model.inner.weight)
+        assert not (tmp_path / "broken-update-00000000").exists()
+
+
+def test_a_script_may_change_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with opened({}) as session:
+        saved = Checkpoints("runs")
+        (tmp_path / "other").mkdir()
+        monkeypatch.chdir("other")
+        saved.save(session, wait=True)
+    assert saved.paths == [tmp_path / "runs" / "update-00000000"]
 
 
 def test_a_pass_of_an_older_checkpoint_is_drawn_again(tmp_path: Path) -> None:

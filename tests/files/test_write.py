@@ -27,6 +27,24 @@ def test_an_error_leaves_what_was_there(tmp_path):
     assert os.listdir(tmp_path) == ["a"]
 
 
+def test_parts_that_killed_processes_have_left_go_and_no_others(tmp_path):
+    path, other = tmp_path / "a", tmp_path / "b"
+    with whole_file(path) as file, whole_file(other):
+        mine, theirs = sorted(tmp_path.iterdir(), key=lambda part: _locked_by(part, file))
+        left = [mine.with_name(f"{mine.name[:-21]}{n:016}.part") for n in range(2)]
+        for one in left:
+            one.write_text("half")
+        write_whole(path, "new")  # beside another writer
+        assert sorted(tmp_path.iterdir()) == sorted([path, mine, theirs])
+        file.write(b"newer")
+    assert path.read_text() == "newer"
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+def _locked_by(part: Path, file) -> bool:
+    return part.stat().st_ino != os.fstat(file.fileno()).st_ino
+
+
 def test_what_is_new_takes_the_place_of_the_old(tmp_path):
     path, link = tmp_path / "a", tmp_path / "link"
     path.write_text("old")

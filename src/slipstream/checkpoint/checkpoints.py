@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import IO, Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -87,12 +87,14 @@ class Checkpoints:
     ) -> None:
         if keep < 1:
             raise UsageError(f"keep={keep}: must be at least 1, the newest checkpoint")
-        self._folder = Folder(checkpoints_of(Path(folder)))
+        # absolute: the script may change its directory while one is written
+        self._folder = Folder(checkpoints_of(Path(folder)).absolute())
         self._keep, self._also = keep, dict(also or {})
         self._signals = StopSignals(on_signal)
         self._attendance = Attendance()
         self._session: AnySession | None = None
         self._group: dist.ProcessGroup | None = None
+        self._claim: IO[str] | None = None
         self._found: Sequence[Path] = ()  # when the session came, or went back
         self._restored = False
         self._seen = 0
@@ -109,7 +111,7 @@ class Checkpoints:
 
     def restore(self, session: AnySession) -> int:
         """Go on from the newest checkpoint that is whole; all ranks call it, before they train, or
-        later to go back.
+        later to go back: a loop over ``session.loader`` that goes on keeps its place in the data.
 
         One that is torn or has changed since it was written is named in a warning and renamed to
         ``broken-...``, and the one before it is taken, on all ranks the same.
@@ -119,7 +121,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: there are some, and none of them is whole; or a rank cannot read one
-                now, which may be whole.
+                now, which may be whole; or another run uses the folder.
             ModelError: it is another model's.
             UsageError: the session cannot take it, as ``session.restore``.
         """
@@ -257,6 +259,9 @@ class Checkpoints:
         self._signals.forget()  # the error ends the script
 
     def _leave(self) -> None:
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            self._folder.release(claim)
         self._session = self._group = None
         self._found, self._restored = (), False
 
@@ -287,16 +292,20 @@ class Checkpoints:
         if rank == 0:
             try:
                 self._folder.path.mkdir(parents=True, exist_ok=True)
+                if self._claim is None:
+                    self._claim = self._folder.claim()
                 self._folder.sweep()
                 found = self._folder.complete()
+            except CheckpointError as failure:
+                error = str(failure)
             except OSError as failure:
-                error = f"{type(failure).__name__}: {failure}"
+                error = (
+                    f"rank 0 cannot use the folder {self._folder.path} for checkpoints "
+                    f"({type(failure).__name__}: {failure}); name one that it can write"
+                )
         (found, error), *_ = self._gather((found, error), "the checkpoints that are there")
         if error:
-            raise CheckpointError(
-                f"rank 0 cannot use the folder {self._folder.path} for checkpoints ({error}); name "
-                "one that it can write"
-            )
+            raise CheckpointError(error)
         return found
 
     def _gather(self, value: Any, what: str) -> list[Any]:
@@ -327,10 +336,18 @@ class Checkpoints:
 
     def _take(self, session: AnySession, saved: Sequence[Mapping[str, Any]]) -> None:
         states = [{k: v for k, v in one.items() if k != BESIDE} for one in saved]
-        session.restore([state for state in states if state])
         mesh = saved[0][BESIDE].get("mesh", _mesh(session))
         same = len(saved) == session.world_size and mesh == _mesh(session)
         mine = saved[session.rank if same else 0][BESIDE]
+        if (place := mine.get("place")) is not None:  # older checkpoints have that of rank 0
+            states[0] = {**states[0], "session": {**states[0]["session"], "data": place}}
+        session.restore([state for state in states if state])
+        if place is not None and not same and session.rank == 0:
+            warnings.warn(
+                "the loader keeps a state of its own, and the ranks that saved it are others: each "
+                "goes on with that of rank 0",
+                stacklevel=3,
+            )
         if missing := sorted({*self._also} - {*mine["also"]}):
             warnings.warn(
                 f"the checkpoint has no state of {', '.join(missing)}, which begins anew",
@@ -342,6 +359,8 @@ class Checkpoints:
         if not same:  # random numbers of other ranks or places: each goes on with its own
             return
         loader = _loader_of(session)
+        if loader is not None:  # older checkpoints have those of a pass under way alone
+            loader.restore_generators(mine.get("generators", ()))
         begun = mine["pass"]
         if isinstance(begun, list):  # as it was written first: torch's own numbers alone
             begun = {"default": {**mine["random"], "torch": begun[0]}, "loader": begun[1:]}
@@ -354,14 +373,18 @@ class Checkpoints:
         error: Exception | None = None
         pieces: dict[str, torch.Tensor] = {}
         try:
+            # first: ranks wait for one another in it, also for one whose other states fail
+            state = session.checkpoint(sharded=True)
             loader = _loader_of(session)
+            place = {} if loader is None else loader.position()
             beside = {
                 "also": {name: keeper.state_dict() for name, keeper in self._also.items()},
                 "random": randomness.state(),
                 "mesh": _mesh(session),
                 "pass": None if loader is None else loader.drawn_with,
+                "generators": [] if loader is None else loader.generators,
+                "place": place if "own" in place else None,
             }
-            state = session.checkpoint(sharded=True)
             if session.rank and state["optimizer"]["ranks"] == 1:
                 del state["optimizer"]  # the first rank has the same
             pieces = parts.cut({**state, BESIDE: beside}, session.rank)
@@ -373,7 +396,9 @@ class Checkpoints:
             raise error
         count = session.common_updates
         writer = storage.CheckpointWriter(self._folder, count, self._keep)
-        self._writing = Writing(writer.stage(pieces), writer, self._group, count)
+        with torch.device("cpu"):  # whatever the script's default device is
+            staged = writer.stage(pieces)
+        self._writing = Writing(staged, writer, self._group, count)
         self._writing.start()
 
     def _join(self) -> None:

@@ -6,18 +6,25 @@ has the size and the CRC-32 of each of its files. Nothing here communicates or k
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import platform
 import re
 import shutil
+import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 from zlib import crc32
 
 from slipstream.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+IN_USE = "in-use"
+"""A file that the process of a run has locked, and says who that is."""
 VERSION = 1
 _NAME = re.compile(r"update-(\d{8,})(?:\.(\d+))?")
 _WRITING, _REMOVED, _BROKEN = "writing-", "removed-", "broken-"
@@ -43,6 +50,56 @@ class Folder:
     """
 
     path: Path
+
+    def claim(self) -> IO[str] | None:
+        """Keep the folder for this process, until `release`; None: its file system has no locks.
+
+        Raises:
+            CheckpointError: a process of this machine has it. Of another one there is a warning
+                alone: it may be gone, which some file systems learn late.
+        """
+        path = self.path / IN_USE
+        while True:
+            try:
+                file = path.open("a+")
+            except OSError:  # it can be read alone
+                return None
+            try:
+                # of the process, not of the file: children that are forked do not hold it
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if path.exists() and os.fstat(file.fileno()).st_ino == path.stat().st_ino:
+                    with suppress(OSError):  # the disk is full
+                        file.truncate(0)
+                        file.write(f"{_boot()}\nprocess {os.getpid()} on {platform.node()}")
+                        file.flush()
+                    return file
+                file.close()  # removed meanwhile
+            except BlockingIOError:
+                with file:
+                    file.seek(0)
+                    boot, _, who = file.read().partition("\n")
+                words = (
+                    f"{who or 'another process'} uses the folder {self.path} for its checkpoints"
+                )
+                if boot == _boot():
+                    raise CheckpointError(
+                        f"{words}, and two runs would spoil each other's; end it, name another "
+                        "folder, or read one of them by slipstream.checkpoint.read(path)"
+                    ) from None
+                warnings.warn(
+                    f"{words}, or its host is gone: two runs would spoil each other's", stacklevel=2
+                )
+                return None
+            except OSError:
+                file.close()
+                return None
+
+    def release(self, claim: IO[str]) -> None:
+        """Leave the folder to others."""
+        with suppress(OSError):
+            (self.path / IN_USE).unlink(missing_ok=True)
+        with suppress(OSError):  # what a full disk has not taken
+            claim.close()
 
     def complete(self) -> list[Path]:
         """List what has been renamed, the oldest first; whether all is whole is for `check`."""
@@ -182,6 +239,13 @@ def _manifest(path: Path) -> tuple[dict[str, int], Sums]:
     if facts.get("version") != VERSION:
         raise BrokenCheckpoint(f"{MANIFEST} has version {facts.get('version')}, not {VERSION}")
     return facts, sums
+
+
+def _boot() -> str:
+    """The machine, since it was started."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return platform.node()
 
 
 def _sync(folder: Path) -> None:

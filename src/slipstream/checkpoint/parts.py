@@ -88,7 +88,8 @@ def joined(pieces: Mapping[str, torch.Tensor], rank: int) -> dict[str, Any]:
             tensor = pieces[key]
             if strides is None:
                 return tensor
-            return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+            lying = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cpu")
+            return lying.copy_(tensor)
         if type(value) in (list, tuple):
             return type(value)(map(filled, value))
         return value

@@ -234,7 +234,7 @@ def load(path: Path) -> list[dict[str, Any]]:
     for key, entry in entries.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise BrokenCheckpoint(f"{INDEX}: {key} is no tensor")
-        pieces[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        pieces[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     with warnings.catch_warnings():
         # every rank reads all by itself

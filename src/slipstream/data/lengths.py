@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from slipstream.data.balance.loader import BalancedLoader
 from slipstream.data.own_iteration import iterates_itself
 from slipstream.data.prefetch.loader import PrefetchLoader
-from slipstream.data.prefetch.samplers import FORESEEN
+from slipstream.data.prefetch.samplers import FORESEEN, counts_epochs
 
 _IN_MEMORY = (list, tuple, range)
 
@@ -34,6 +34,19 @@ def certain_length(loader: Any) -> int | None:
     if type(loader) in _IN_MEMORY or (isinstance(loader, DataLoader) and _is_plain(loader)):
         return len(loader)
     return None
+
+
+def epoch_of(loader: Any) -> int | None:
+    """The epoch to which the sampler of a loader is set; None: it counts none.
+
+    Example:
+        >>> epoch_of([1, 2]) is None
+        True
+    """
+    outer = getattr(loader, "batch_sampler", None)
+    samplers = getattr(loader, "sampler", None), outer, getattr(outer, "sampler", None)
+    counting = next(filter(counts_epochs, samplers), None)
+    return None if counting is None else int(counting.epoch)
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:

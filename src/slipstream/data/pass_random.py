@@ -7,7 +7,7 @@ again, drops the samples that it has used, and then goes on with the random numb
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypedDict
 
@@ -38,10 +38,20 @@ def _generators(loader: object) -> list[torch.Generator]:
     return found
 
 
+def own_states(loader: object) -> list[torch.Tensor]:
+    """The states of the generators that a loader has."""
+    return [generator.get_state() for generator in _generators(loader)]
+
+
+def restore_own(loader: object, saved: Sequence[torch.Tensor]) -> None:
+    """Go on with the numbers of `own_states`."""
+    for generator, state in zip(_generators(loader), saved, strict=False):
+        generator.set_state(state)
+
+
 def states(loader: object) -> RandomStates:
     """The states of all generators from which a loader may draw its order."""
-    own = [generator.get_state() for generator in _generators(loader)]
-    return {"default": randomness.state(), "loader": own}
+    return {"default": randomness.state(), "loader": own_states(loader)}
 
 
 @contextmanager
@@ -53,8 +63,7 @@ def drawn_with(loader: object, saved: RandomStates, *, again: bool) -> Iterator[
         return
     before = randomness.state()
     randomness.restore(saved["default"])
-    for generator, state in zip(_generators(loader), saved["loader"], strict=False):
-        generator.set_state(state)
+    restore_own(loader, saved["loader"])
     try:
         yield
     finally:

@@ -13,17 +13,18 @@ after forward has run beside it. No other ``len()`` is believed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
 from typing import Any, NoReturn, Protocol, TypeGuard, runtime_checkable
 from weakref import ref
 
+import torch
 import torch.distributed as dist
 
 from slipstream.data import pass_random
 from slipstream.data.agreement import Agreement
-from slipstream.data.lengths import certain_length
+from slipstream.data.lengths import certain_length, epoch_of
 from slipstream.errors import DataError, UsageError
 from slipstream.trace.event import DATA_WAIT
 from slipstream.trace.recorder import Recorder
@@ -96,9 +97,10 @@ class UnevenInputLoader:
         self._broken: DataError | None = None
         self.before_next: Callable[[], None] | None = None
         self._pass: ref[_Pass] | None = None  # weak: a pass left by ``break`` is over
+        # what the next pass goes on with:
         self._skip = 0
-        self._drawn_with: pass_random.RandomStates | None = None
-        self._draws_again = False
+        self._over: int | None = None  # the epoch of whose pass every batch was given
+        self._draw: pass_random.RandomStates | None = None
 
     @property
     def drawn_with(self) -> pass_random.RandomStates | None:
@@ -106,11 +108,21 @@ class UnevenInputLoader:
         with it, of this rank; None: there is none, or it is over."""
         if self._followed is not None:
             return self._followed.drawn_with
-        return self._drawn_with if self._present is not None or self._draws_again else None
+        present = self._present
+        return self._draw if present is None else present.drawn_with
+
+    @property
+    def generators(self) -> list[torch.Tensor]:
+        """The states of the generators that the loader has, as they are now, of this rank."""
+        return pass_random.own_states(self._loader)
+
+    def restore_generators(self, states: Sequence[torch.Tensor]) -> None:
+        """Let the loader's generators go on with the numbers of `generators`."""
+        pass_random.restore_own(self._loader, states)
 
     @property
     def _present(self) -> _Pass | None:
-        """The pass that is under way."""
+        """The pass that is under way; of several, the one that was asked last."""
         present = self._pass() if self._pass is not None else None
         return None if present is None or present.is_over else present
 
@@ -119,26 +131,28 @@ class UnevenInputLoader:
         if self._followed is not None:
             self._followed.draw_with(states)
         else:
-            self._drawn_with, self._draws_again = states, True
+            self._draw, self._pass = states, None
 
     def position(self) -> dict[str, Any]:
         """The place in the present pass, or where the next one goes on: the loader's own state, or
-        how many batches it has given."""
+        how many batches it has given, and, where these are all of an epoch, of which one."""
         if self._followed is not None:
             return self._followed.position()
         if self._keeps_place(self._loader):
             return {"own": self._loader.state_dict()}
         present = self._present
-        return {
-            "batches": self._skip if present is None else present.steps,
-            "ranks": self._ranks,
-        }
+        steps, over = self._skip, self._over
+        if present is not None:
+            steps, over = present.steps, present.over
+        return {"batches": steps, "ranks": self._ranks} | ({} if over is None else {"over": over})
 
     def go_to(self, position: Mapping[str, Any]) -> bool:
         """Let the next pass begin where the one of ``position`` was.
 
         On another number of ranks it skips as many samples, if batches are as large. Their order
-        is what the loader draws; `draw_with` lets it draw that of before.
+        is what the loader draws; `draw_with` lets it draw that of before. Where all of an epoch was
+        given, and the sampler has been set to another one by then, it skips nothing. A pass that
+        was under way, and goes on, keeps its own place, and the next one begins anew.
 
         Returns:
             Whether it can; else nothing changes.
@@ -147,10 +161,12 @@ class UnevenInputLoader:
             return self._followed.go_to(position)
         if "batches" in position:
             self._skip = position["batches"] * position["ranks"] // self._ranks
+            self._over, self._draw = position.get("over"), None
         elif "own" in position and self._keeps_place(self._loader):
             self._loader.load_state_dict(position["own"])
         else:
             return False
+        self._pass = None  # until it is asked again
         return True
 
     @staticmethod
@@ -217,20 +233,24 @@ class UnevenInputLoader:
             self._agreement.settle()
         if self._on_start is not None:
             self._on_start()
-        goes_on = self._skip > 0
-        if not self._draws_again or self._drawn_with is None:
-            self._drawn_with = pass_random.states(self._loader)
-        with pass_random.drawn_with(self._loader, self._drawn_with, again=self._draws_again):
+        if self._over is not None and self._over != epoch_of(self._loader):
+            self._begin_anew()
+        goes_on, again = self._skip > 0, self._draw
+        begun.drawn_with = pass_random.states(self._loader) if again is None else again
+        with pass_random.drawn_with(self._loader, begun.drawn_with, again=again is not None):
             batches = iter(self._loader)
             with self._skipping():
                 begun.skip(batches, self._skip)
-        self._draws_again = False
-        self._pass, self._skip = ref(begun), 0
+        self._begin_anew()
         if self._group is None:
             return batches, None
         self._passes += 1
         rank = dist.get_rank(self._group)
         return batches, Agreement(rank, self._ranks, self._passes, goes_on=goes_on)
+
+    def _begin_anew(self) -> None:
+        """Let the next pass go on with nothing."""
+        self._skip, self._over, self._draw = 0, None, None
 
 
 class _Pass(Iterator[Any]):
@@ -239,6 +259,7 @@ class _Pass(Iterator[Any]):
     No generator, which would end with the first error of the loader.
 
     Attributes:
+        drawn_with: the random states with which it began.
         steps: batches so far, dummy batches and skipped ones included; 0 once it is over.
         is_over: whether it gives no more batches.
     """
@@ -252,6 +273,8 @@ class _Pass(Iterator[Any]):
         self._last: Any = _END
         self._given, self.is_over = 0, False
         self.steps = 0
+        self.drawn_with: pass_random.RandomStates | None = None
+        self._epoch: int | None = None
         self._error = ""  # the last one, in words: it would hold what raised it
         self._errors = 0
 
@@ -263,7 +286,10 @@ class _Pass(Iterator[Any]):
             raise StopIteration
         if self._batches is None:
             self._batches, self._agreement = loader._begin(self)
-            self._length = certain_length(loader._loader)
+            self._length, self._epoch = certain_length(loader._loader), epoch_of(loader._loader)
+        else:  # whatever was restored meanwhile
+            loader._begin_anew()
+        loader._pass = ref(self)
         if loader._group is None:  # alone, or detached meanwhile
             self._agreement = None
         if self._agreement is not None:
@@ -285,10 +311,32 @@ class _Pass(Iterator[Any]):
         self.steps += 1
         return batch
 
+    @property
+    def over(self) -> int | None:
+        """The epoch of which it has given every batch, and was not asked for more; None: it has
+        not, or its sampler counts none."""
+        return self._epoch if self.steps and self.steps == self._length else None
+
     def skip(self, batches: Iterator[Any], count: int) -> None:
-        """Drop the first ones, which a run before this one has used."""
-        self.steps = count
-        for batch in islice(batches, count):
+        """Drop the first ones, which a run before this one has used. What is raised between them it
+        has caught, too; more errors than batches it has not."""
+        self.steps, self._given, self._errors = count, 0, 0
+        while self._given < count:
+            try:
+                batch = next(batches, _END)
+            except Exception as error:
+                if self._errors >= count:
+                    raise
+                self._error = repr(error)
+                self._errors += 1
+                warnings.warn(
+                    f"among the {count} batches that the run before this one has used, and that "
+                    f"are skipped, one raises {error!r}: it counts as none of them",
+                    stacklevel=4,
+                )
+                continue
+            if batch is _END:
+                break
             self._last = batch
             self._given += 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import stat
@@ -9,13 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
+from zlib import crc32
 
 
 def write_whole(path: str | Path, content: bytes | str, *, durable: bool = True) -> None:
     """Write a file; text in UTF-8. It keeps its permissions, and a link its target.
 
     The content goes to another file of the same folder first, which then takes the place of this
-    one. A device or a pipe is written to as it is.
+    one; those that killed processes have left of it are removed, where the file system has locks. A
+    device or a pipe is written to as it is.
 
     Args:
         durable: also after a crash of the machine the old content or the new one is there.
@@ -44,9 +47,10 @@ def whole_file(path: str | Path, *, durable: bool = True) -> Iterator[IO[bytes]]
         with target.open("wb") as opened:
             yield opened
         return
-    part = target.with_name(f".slipstream-{secrets.token_hex(8)}.part")
+    _remove_left(target)
+    part, made = _new_part(target)
     try:
-        with part.open("xb") as opened:
+        with made as opened:
             if mode is not None:
                 os.fchmod(opened.fileno(), stat.S_IMODE(mode))
             yield opened
@@ -58,6 +62,31 @@ def whole_file(path: str | Path, *, durable: bool = True) -> Iterator[IO[bytes]]
         with suppress(OSError):
             part.unlink(missing_ok=True)
         raise
+
+
+def _prefix(target: Path) -> str:
+    """Begin the names of what is written for a file, whose own may be as long as a name can be."""
+    return f".slipstream-{crc32(os.fsencode(target.name)):08x}-"
+
+
+def _new_part(target: Path) -> tuple[Path, IO[bytes]]:
+    """A file that is locked as long as it is written."""
+    while True:
+        part = target.with_name(f"{_prefix(target)}{secrets.token_hex(8)}.part")
+        opened = part.open("xb")
+        with suppress(OSError):  # of a file system without locks
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        if os.fstat(opened.fileno()).st_nlink:
+            return part, opened
+        opened.close()  # removed before it was locked
+
+
+def _remove_left(target: Path) -> None:
+    """Remove what is not locked: whoever has written it was killed."""
+    for left in target.parent.glob(f"{_prefix(target)}*.part"):
+        with suppress(OSError), left.open("rb") as opened:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink()
 
 
 def _mode(path: Path) -> int | None:

@@ -264,7 +264,11 @@ def _loss_scale(place: str, value: Any) -> Mistakes:
         yield from _count(f"{place}[{number}]", count)
 
 
-_POSITIONS = ({"batches", "ranks"}, {"epoch", "seed", "samples"})
+_POSITIONS = (
+    {"batches", "ranks"},
+    {"batches", "ranks", "over"},
+    {"epoch", "seed", "samples"},
+)
 
 
 def _position(value: Any) -> Mistakes:

@@ -287,9 +287,9 @@ class Session(Generic[M, O]):
         ``state_dict()`` of a loader that has one; not their order, nor random numbers: see
         `restore`.
 
-        The same on every rank, but that under ``local`` a rank that alone has skipped an update has
-        its own number of updates, and its own loss scale. Call it on every rank: the codecs' state
-        is gathered.
+        The same on every rank, but that a loader's own state is that of the rank, and under
+        ``local`` a rank that alone has skipped an update has its own number of updates, and its own
+        loss scale. Call it on every rank: the codecs' state is gathered.
 
         Raises:
             UsageError: inside an accumulation window, whose gradients no checkpoint holds.
@@ -301,7 +301,8 @@ class Session(Generic[M, O]):
             return self._state.state(self._loop.steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict()``; every rank loads the same state, on any number of ranks.
+        """Continue from ``state_dict()``; every rank loads the same state, but for what is its own,
+        on any number of ranks.
 
         On another number of ranks, what codecs have not sent yet is dealt out among them, with a
         warning: its sum is preserved.

@@ -155,7 +155,10 @@ class SessionState:
         agree({what: str(value) for what, value in found.items()}, control, error)
 
     def _in_common(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Leave out what ranks that train on their own have apart: one alone may skip an update."""
+        """Leave out what ranks have apart: the state of a loader that keeps its place; where they
+        train on their own, one alone may skip an update."""
+        if "own" in (state.get("data") or ()):
+            state = {**state, "data": None}
         local = state.get("local")
         if self.local is None or local is None:
             return state
