@@ -29,7 +29,9 @@ IN_SUITE = {
         "accumulate: the last window is partial",
         "evaluate() before train()",
         "out of memory in a window, then auto_find_batch_size",
+        "enable_jit_checkpoint, asked for between two passes of an update",
     ),
+    "Fabric": ("mark_forward_method, mixed precision bf16",),
 }
 """What an adapter does by itself; what a session does is tried in tests/conformance."""
 

@@ -129,11 +129,21 @@ def moved(session: Any, model: Odd, update: Optimizer, step: int) -> None:
     model.first.weight.data = model.first.weight.data.clone()
 
 
+def compiled(session: Any, model: Odd, update: Optimizer, step: int) -> None:
+    """The compiler looks at gradients, too: those of the update before."""
+    forward = torch.compile(model.late, backend="eager") if step else model.late
+    loss = forward(batch(step, session.rank)).square().mean()
+    update.zero_grad()
+    session.backward(loss)
+    update.step()
+
+
 HABITS: dict[str, Habit] = {
     habit.__name__: habit
     for habit in (
         *(assign, assign_and_clip, freeze_and_thaw, unused_for_a_while, groups_replaced),
         *(scheduled, profiled, reloaded, reset, written, averaged, evaluated, moved),
+        compiled,
     )
 }
 

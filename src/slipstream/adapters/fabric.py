@@ -22,7 +22,7 @@ from slipstream.session.session import Session
 
 
 class FabricStrategy(DDPStrategy):
-    """A strategy of Fabric that trains by a session, and wraps no module.
+    """A strategy of Fabric that trains by a session, without DistributedDataParallel.
 
     ``fabric.setup(model, optimizer)`` opens the session; ``fabric.backward()``,
     ``fabric.no_backward_sync()``, ``fabric.clip_gradients()`` and ``optimizer.step()`` do what they
@@ -65,9 +65,9 @@ class FabricStrategy(DDPStrategy):
         self._modules: list[nn.Module] = []
         self._backward_sync_control = _NoSync(self)
 
-    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]  # unwrapped
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]  # not DDP
         self._modules.append(module)
-        return module
+        return _InPlaceOfDdp(module)
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         if self.session is not None and not self.session.closed:
@@ -131,10 +131,16 @@ class FabricStrategy(DDPStrategy):
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the parameters that evaluate best, in full precision; on all ranks, over which
         the masters of 16-bit weights may lie."""
+        module = _bare(module)
         if self.session is None or module is not self.session.model:
             state: dict[str, Any] = super().get_module_state_dict(module)
             return state
         return dict(self.session.checkpoint("model")["model"])
+
+    def load_module_state_dict(
+        self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True
+    ) -> None:
+        super().load_module_state_dict(_bare(module), state_dict, strict)
 
     def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Gather it on all ranks, over which it may lie."""
@@ -166,6 +172,22 @@ class FabricStrategy(DDPStrategy):
                 "fabric.setup(model, optimizer)"
             )
         return self.session
+
+
+class _InPlaceOfDdp(nn.Module):
+    """The wrapper without which Fabric would call methods that are marked as forward outside of its
+    precision and of the module's hooks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        return self.module(*arguments, **named)
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, _InPlaceOfDdp) else module
 
 
 class _NoSync(_BackwardSyncControl):

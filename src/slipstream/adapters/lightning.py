@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
@@ -20,6 +19,7 @@ from slipstream.adapters.opening import (
     check_clips_all,
     open_session,
     several,
+    warn_inside_window,
 )
 from slipstream.errors import UsageError
 from slipstream.session.session import Session
@@ -205,12 +205,7 @@ class SessionStrategy(DDPStrategy):
             if self.session.between_updates:
                 checkpoint[STATE] = self.session.checkpoint("session")["session"]
             else:
-                warnings.warn(
-                    f"{filepath} is saved inside an accumulation window, whose gradients it lacks, "
-                    "as it would under DDP; it lacks the session's state, too: codecs and local "
-                    "training start anew from it. Save and validate where a window ends",
-                    stacklevel=2,
-                )
+                warn_inside_window(filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:

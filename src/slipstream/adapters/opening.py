@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -125,3 +126,13 @@ def check_clips_all(session: Session[Any, Any], clipped: Iterable[torch.Tensor])
             "the model: clip all parameters, or freeze those that you do not train, before the "
             "session opens: parameter.requires_grad_(False)"
         )
+
+
+def warn_inside_window(saved: object) -> None:
+    """Warn of a checkpoint of a framework that has no state of the session."""
+    warnings.warn(
+        f"{saved} is saved inside an accumulation window, whose gradients it lacks, as it would "
+        "under DDP; it lacks the session's state, too: codecs and local training start anew from "
+        "it. Save and validate where a window ends",
+        stacklevel=3,
+    )

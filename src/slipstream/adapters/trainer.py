@@ -11,7 +11,7 @@ import transformers
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from slipstream.adapters.accelerate import Accelerator
-from slipstream.adapters.opening import SESSION_FILE, GivenStrategy
+from slipstream.adapters.opening import SESSION_FILE, GivenStrategy, warn_inside_window
 from slipstream.errors import UsageError
 from slipstream.session.checks import check_model
 
@@ -125,12 +125,19 @@ class SessionTrainer(transformers.Trainer):
         if session is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        state = session.checkpoint("optimizer", "session")
+        state = session.checkpoint("optimizer")
+        if session.between_updates:
+            state |= session.checkpoint("session")
+        else:
+            warn_inside_window(output_dir)
         if self.args.should_save:
             folder = Path(output_dir)
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(state["optimizer"], folder / OPTIMIZER_NAME)
-            torch.save(state["session"], folder / SESSION_FILE)
+            if "session" in state:
+                torch.save(state["session"], folder / SESSION_FILE)
+            else:
+                (folder / SESSION_FILE).unlink(missing_ok=True)  # of an earlier run
             assert self.lr_scheduler is not None
             torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
 

@@ -231,13 +231,13 @@ _PROPERTIES = (
     *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "names"),
     *("is_sparse", "is_sparse_csr", "is_cuda", "is_cpu", "is_meta", "is_mkldnn", "is_mps"),
     *("is_quantized", "is_xla", "is_nested", "itemsize", "nbytes", "grad", "grad_dtype"),
-    *("_backward_hooks", "_version", "output_nr"),
+    *("_backward_hooks", "_version", "output_nr", "_base"),
 )
 _METHODS = (
     *("size", "stride", "dim", "numel", "element_size", "storage_offset", "is_contiguous"),
     *("is_floating_point", "is_complex", "is_signed", "is_conj", "get_device", "nelement"),
     *("ndimension", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_"),
-    *("__hash__", "__len__"),
+    *("__hash__", "__len__", "is_neg", "_is_view", "untyped_storage"),  # the last by a compiler
 )
 _ASKED: Sequence[Any] = [getattr(torch.Tensor, name, None) for name in _PROPERTIES]
 METADATA = frozenset(

@@ -89,6 +89,23 @@ habit("clip by value")(clipping(clip_val=0.1))
 habit("clip by the infinite norm")(clipping(max_norm=0.5, norm_type=float("inf")))
 
 
+class Scored(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = model_of_tests()
+
+    def loss_of(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return mse_loss(self.net(x), y)
+
+
+@habit("mark_forward_method, mixed precision bf16")
+def marks(given: Given) -> Noted:
+    script = Script(given, Scored(), precision="bf16-mixed")
+    script.model.mark_forward_method("loss_of")
+    script.loss = lambda batch: script.model.loss_of(*batch)  # type: ignore[method-assign]
+    return script.epoch().epoch().end()
+
+
 @habit("accumulate")
 def accumulates(given: Given) -> Noted:
     script = Script(given)

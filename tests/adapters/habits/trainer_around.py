@@ -214,6 +214,21 @@ def saves_inside(given: Given) -> Noted:
     return script.train().end()
 
 
+@habit("enable_jit_checkpoint, asked for between two passes of an update")
+def saves_just_in_time(given: Given) -> Noted:
+    def ask(state: Any, **_: Any) -> None:
+        if state.global_step == 1:  # as the signal's handler does
+            own = next(c for c in trainer.callback_handler.callbacks if hasattr(c, "jit_manager"))
+            own.jit_manager.is_checkpoint_requested = True
+
+    asked = {"enable_jit_checkpoint": True, "callbacks": [callback(on_substep_end=ask)]}
+    script = Script(given, gradient_accumulation_steps=2, **asked)
+    trainer = script.t
+    stopped = script.train().end()
+    again = Script(given, gradient_accumulation_steps=2)
+    return [*stopped, *again.train(resume_from_checkpoint=f"{given.folder}/checkpoint-1").end()]
+
+
 # Around it.
 
 
