@@ -185,7 +185,7 @@ def test_a_rank_that_fails_is_named_where_ranks_share_memory(three, tmp_path):
 def silent_store() -> Iterator[None]:
     """The file in which the ranks meet is locked: no call of their store returns."""
     store: Any = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
+    while isinstance(store, dist.distributed_c10d.PrefixStore):
         store = store.underlying_store
     with open(store.path) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
