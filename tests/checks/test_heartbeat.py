@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
@@ -10,10 +11,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import pytest
@@ -22,7 +25,7 @@ import torch.distributed as dist
 
 import slipstream
 from slipstream.checks import heartbeat, own_view
-from slipstream.checks.autopsy import Autopsy
+from slipstream.checks.autopsy import Autopsy, by_stack
 from slipstream.errors import HangError
 from slipstream.transport.flat import FlatTransport
 from slipstream.transport.requests import AllReduce
@@ -86,6 +89,10 @@ def fail(_: object) -> None:
     raise ValueError("bad sample 17")
 
 
+def time_out(_: object) -> None:
+    raise RuntimeError("DataLoader timed out after 5 seconds")
+
+
 def exchange_alone(_: object) -> None:
     dist.all_reduce(torch.ones(3))
 
@@ -107,6 +114,7 @@ FAULTS = {
     "stop": (stop, "is silent: its process is stopped"),
     "kill": (kill, "is silent: its process is"),
     "fail": (fail, "has ended with ValueError: bad sample 17 after 5 updates"),
+    "time out": (time_out, "has ended with RuntimeError: DataLoader timed out after 5 seconds"),
     "leave": (lambda _: None, "has left its loop after 5 updates"),
     "end": (end, "is silent: its process is"),
     "skip": (skip, "has left its loop after 9 updates"),
@@ -139,7 +147,7 @@ def test_the_others_end_and_name_the_rank(three, tmp_path, fault):
             assert isinstance(errors[rank], HangError), errors
             assert re.match(rf"rank {rank}, step [{AT}-9]: the exchange of", str(errors[rank]))
             assert words in str(errors[rank])
-    if fault == "fail":
+    if fault in ("fail", "time out"):
         assert not [*tmp_path.iterdir()]  # the error of the rank that failed says more
         return
     autopsy = Autopsy.read(tmp_path)
@@ -147,6 +155,61 @@ def test_the_others_end_and_name_the_rank(three, tmp_path, fault):
     assert words in autopsy.verdict
     if fault not in ("stop", "kill", "end", "other length"):  # else its word is of some time before
         assert autopsy.cases[BAD].state.step >= AT
+
+
+def in_a_thread(train_there: Callable[..., T], *args: object) -> T:
+    """As Ray Train does, with the main thread elsewhere."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(train_there, *args).result()
+
+
+def test_a_loop_outside_the_main_thread_is_looked_at(three, tmp_path):
+    with pytest.raises(RankFailure):
+        three.run(in_a_thread, with_a_fault, "sleep", tmp_path, {}, timeout=90)
+    autopsy = Autopsy.read(tmp_path)
+    assert autopsy.blamed == (BAD,)
+    assert FAULTS["sleep"][1] in autopsy.verdict
+    (ranks, stack), _ = by_stack(autopsy.cases.values())
+    assert ranks == [BAD]
+    assert "in sleep" in stack[-1]
+
+
+def test_a_rank_that_fails_is_named_where_ranks_share_memory(three, tmp_path):
+    strategy = {"gradients": {"transport": "shared_memory"}}
+    errors = three.fail(with_a_fault, "fail", tmp_path, strategy, timeout=90)
+    for rank in {0, 1, 2} - {BAD}:
+        assert FAULTS["fail"][1] in str(errors[rank])
+
+
+@contextmanager
+def silent_store() -> Iterator[None]:
+    """The file in which the ranks meet is locked: no call of their store returns."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    with open(store.path) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def loses_a_rank_and_the_store(folder: Path) -> None:
+    with ExitStack() as held, opened(folder) as session:
+        train(session, AT)
+        if dist.get_rank() == 0:
+            held.enter_context(silent_store())
+        dist.barrier()
+        if dist.get_rank() == BAD:
+            end(session)
+        train(session, AT)
+
+
+def test_ranks_whose_exchange_fails_end_where_the_store_is_silent(three, tmp_path):
+    with pytest.raises(RankFailure) as caught:
+        three.run(loses_a_rank_and_the_store, tmp_path, timeout=90)
+    for rank in {0, 1, 2} - {BAD}:
+        error = caught.value.errors[rank]
+        assert isinstance(error, HangError), caught.value.errors
+        assert "the run's store has not answered" in str(error)
 
 
 def exchanges_itself(folder: Path) -> None:
@@ -277,6 +340,29 @@ def all_pause(folder: Path) -> int:
 
 def test_ranks_that_all_pause_do_not_hang(three, tmp_path):
     assert three.run(all_pause, tmp_path) == [2 * AT] * 3
+
+
+def trains_beside_a_silent_store(folder: Path) -> int:
+    with opened(folder) as session, ExitStack() as held:
+        train(session, AT)
+        if dist.get_rank() == 0:
+            held.enter_context(silent_store())
+        until, going = time.monotonic() + TIMEOUT, torch.ones(())
+        while going:
+            train(session, 1)
+            going.fill_(time.monotonic() < until)
+            dist.broadcast(going, 0)
+        time.sleep(TIMEOUT)
+        held.close()
+        train(session, AT)
+        be_heard()
+        return session.updates
+
+
+def test_ranks_train_and_pause_beside_a_silent_store(three, tmp_path):
+    first, *others = three.run(trains_beside_a_silent_store, tmp_path)
+    assert others == [first] * 2
+    assert first > 2 * AT
 
 
 def begins_slowly(folder: Path) -> int:

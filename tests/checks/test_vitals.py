@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.checks.stacks import all_stacks, main_place
+from slipstream.checks.stacks import Frame, all_stacks, main_place, place_of
 from slipstream.checks.vitals import Vitals, state, unsent, vitals
 
 ASLEEP = "import sys, time; print(flush=True); time.sleep(1000)"
@@ -128,6 +128,30 @@ def test_what_is_not_confirmed_is_named(tmp_path):
     (folder / "tcp").write_text(TABLE)
     (folder / "tcp6").write_text(TABLE6)
     assert unsent(tmp_path) == ["10.0.0.3", "10.0.0.5", "fe80::1"]
+
+
+SCRIPT = Frame("/home/me/train.py", 3, "main")
+PYTHON = "/usr/lib/python3.11/"
+
+
+@pytest.mark.parametrize(
+    ("innermost_first", "asks"),
+    [
+        (["/opt/x/site-packages/torch/distributed/distributed_c10d.py", SCRIPT], False),
+        ([PYTHON + "cmd.py", PYTHON + "pdb.py", PYTHON + "bdb.py", SCRIPT], True),
+        ([SCRIPT, PYTHON + "bdb.py", PYTHON + "pdb.py"], False),  # python -m pdb train.py
+        (["/opt/x/site-packages/IPython/terminal/embed.py", SCRIPT], True),
+        (["/tmp/ipykernel_7/1.py", "/opt/x/site-packages/IPython/core/interactiveshell.py"], False),
+        ([PYTHON + "threading.py", "/ext/libs/debugpy/_vendored/pydevd/pydevd.py", SCRIPT], True),
+        (["/home/me/code.py"], False),
+        (["/opt/x/site-packages/proteins/pdb.py", SCRIPT], False),
+    ],
+)
+def test_a_debugger_asks_where_the_script_has_called_it(innermost_first, asks):
+    frames = [Frame(one, 1, "f") if isinstance(one, str) else one for one in innermost_first]
+    place = place_of(frames)
+    assert place.asking == asks
+    assert "pydevd" not in place.line
 
 
 def test_the_line_of_the_script_is_found():

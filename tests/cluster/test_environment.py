@@ -82,6 +82,8 @@ CASES = {
         },
         (0, 1, 0, 1, 0, 1, "slurm", "n08"),
     ),
+    "mpich, one process": ({"PMI_RANK": "0", "PMI_SIZE": "1"}, (0, 1, 0, 1, 0, 1, "none", None)),
+    "mpich and torchrun": (TORCHRUN | {"PMI_SIZE": "4"}, (3, 4, 1, 2, 1, 2, "torchrun", "node0")),
     "a shell of salloc": (SALLOC, (0, 1, 0, 1, 0, 1, "none", None)),
     "a script of sbatch": (SBATCH, (0, 1, 0, 1, 0, 1, "none", None)),
     "torchrun inside srun": (SLURM | TORCHRUN, (3, 4, 1, 2, 1, 2, "torchrun", "node0")),
@@ -139,6 +141,7 @@ WRONG = {
     "slurm local": (SLURM | {"SLURM_LOCALID": "1"}, ["SLURM_LOCALID=1", "0..0"]),
     "slurm counts": (SLURM | {"SLURM_TASKS_PER_NODE": "2,2"}, ["'2,2'", "SLURM_NNODES=3"]),
     "slurm hosts": (SLURM | {"SLURM_STEP_NODELIST": "n[1-"}, ["'n[1-'", "n[01-03,7]"]),
+    "mpich": ({"PMI_RANK": "1", "PMI_SIZE": "4"}, ["PMI_SIZE=4", "RANK=$PMI_RANK"]),
     "slurm without tasks": (without(SLURM, "SLURM_NTASKS"), ["SLURM_NTASKS", "SLURM_PROCID=4"]),
 }
 

@@ -62,6 +62,8 @@ class RankState(FrozenModel):
     """Seconds without a sign of life in its own work."""
     ended: str = ""
     """Why it has left; empty: it has not."""
+    thread: str = "MainThread"
+    """That trains."""
 
     @property
     def waits(self) -> bool:
@@ -150,10 +152,10 @@ class Autopsy(FrozenModel):
 
 
 def by_stack(cases: Iterable[RankCase]) -> list[tuple[list[int], list[str]]]:
-    """Ranks whose main threads are at the same place, the fewest first, with their stack."""
+    """Ranks whose threads that train are at the same place, the fewest first, with their stack."""
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for case in cases:
-        groups[tuple(case.stacks.get("MainThread", ()))].append(case.state.rank)
+        groups[tuple(case.stacks.get(case.state.thread, ()))].append(case.state.rank)
     return [(ranks, list(stack)) for stack, ranks in sorted(groups.items(), key=_size)]
 
 

@@ -30,6 +30,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from slipstream.checks.alarm import Alarm, AlarmKind, Alarms, AlarmVerdict
@@ -37,7 +38,7 @@ from slipstream.checks.autopsy import Autopsy, RankCase, RankState, ranks_named
 from slipstream.checks.limits import EXIT_CODE, STALE, STILL, interval_of
 from slipstream.checks.own_view import OwnView, UpdateCount, last_exchanges
 from slipstream.checks.slow_ranks import SlowRanks
-from slipstream.checks.stacks import all_stacks, main_place
+from slipstream.checks.stacks import all_stacks
 from slipstream.checks.vitals import in_words, state as state_of_process, unsent
 from slipstream.errors import ExchangeError, HangError, SlipstreamError
 from slipstream.files.write import write_whole
@@ -112,6 +113,8 @@ class Heartbeat:
             threading.Thread(target=self._watch_store, name="slipstream-store", daemon=True),
         ]
         for thread in self._threads:
+            # A breakpoint in VS Code or PyCharm stops all threads but these.
+            vars(thread).update(pydev_do_not_trace=True, is_pydev_daemon_thread=True)
             thread.start()
 
     # What the main thread calls.
@@ -137,7 +140,21 @@ class Heartbeat:
     def explain(self, reason: str) -> str | None:
         """Ask all ranks why an exchange of this one has failed; None: nobody knows better."""
         self._told.set()
-        until = time.monotonic() + 2 * ANSWER_SECONDS + 2 * self.interval
+        patience = 2 * ANSWER_SECONDS + 2 * self.interval
+        args = reason, time.monotonic() + patience
+        asking = threading.Thread(target=self._ask_all, args=args, daemon=True)
+        asking.start()
+        if not self._known.wait(patience):
+            asking.join(ANSWER_SECONDS)
+            if asking.is_alive():  # a call of the store does not return where its host is cut off
+                return (
+                    "the run's store has not answered, either: the host of rank 0 is down, stopped "
+                    f"or cut off from {self.host}"
+                )
+        time.sleep(FIRST_SECONDS)  # this process may keep the store, in which others still read
+        return self.verdict
+
+    def _ask_all(self, reason: str, until: float) -> None:
         asked = -1
         while time.monotonic() < until and not self._known.wait(POLL_SECONDS):
             if asked != self._alarms.number:  # the one before was of another kind, and was none
@@ -145,9 +162,10 @@ class Heartbeat:
                 try:
                     self._raise_alarm("failed", reason)
                 except RuntimeError:  # torch's stores raise no other
-                    return "the run's store is gone, too, which ends with rank 0 or its launcher"
-        time.sleep(FIRST_SECONDS)  # this process may keep the store, in which others still read
-        return self.verdict
+                    self.verdict = (
+                        "the run's store is gone, too, which ends with rank 0 or its launcher"
+                    )
+                    self._known.set()
 
     def leave(self, _: object, error: BaseException | None, __: object) -> None:
         """End the threads; the last word of this rank stays in the store: why it leaves. The
@@ -190,7 +208,10 @@ class Heartbeat:
 
     def _beat(self) -> None:
         now = time.monotonic()
-        if now - self._own.looked > 3 * self.interval + 1:  # this process was stopped itself
+        long = 3 * self.interval + 1
+        if now - self._reached > long:  # what is read now may be as old
+            self._heard.clear()
+        if now - self._own.looked > long:  # this process was stopped itself
             self._heard.clear()
             self._own.begin_anew()
         state = self._own.state(now, self._left)
@@ -418,7 +439,8 @@ class Heartbeat:
         os._exit(EXIT_CODE)
 
     def _watch_store(self) -> None:
-        """End this rank where the thread that beats no longer comes back from the store."""
+        """End this rank where the thread that beats no longer comes back from the store, and nobody
+        else: it waits for others, or in a call of the session."""
         looked = time.monotonic()
         while not self._closing.wait(self.interval):
             now = time.monotonic()
@@ -426,17 +448,18 @@ class Heartbeat:
                 self._reached = now
             looked = now
             silence = now - self._reached
-            if silence < self.timeout * (STALE + STILL) / 2 or self._left or self._known.is_set():
+            if silence < 3 * self.interval or self._left or self._known.is_set():
                 continue
-            if now - self._own.alive < self.timeout * STALE:  # it trains all the same
-                self._own.state(now)
+            own = self._own.state(now)  # the thread that beats may not look
+            if silence < self.timeout * (STALE + STILL) / 2 or own.still < self.timeout * STALE:
                 continue
-            place = main_place()
+            if not own.waits and not own.verb:
+                continue
             self._learn(
                 AlarmVerdict(
                     words=f"the run's store has not answered for {silence:.0f} s: the host "
                     f"of rank 0 is down, stopped or cut off from {self.host}; this rank is at "
-                    f"{place.line or 'no line of its script'}",
+                    f"{own.line or 'no line of its script'}",
                     first=(self.rank,),
                 )
             )
@@ -449,4 +472,5 @@ def _lost_a_peer(error: RuntimeError) -> bool:
     said = error.__cause__ if isinstance(error, ExchangeError) else error
     if isinstance(said, SlipstreamError):
         return False
-    return any(word in str(said) for word in ("gloo", "NCCL", "Connection", "timed out"))
+    words = ("gloo", "NCCL", "of this host")  # the last of `host_pipeline`
+    return isinstance(said, DistError) or any(word in str(said) for word in words)

@@ -36,6 +36,8 @@ class UpdateCount:
 class OwnView:
     """Looks at this process, from whichever thread asks.
 
+    The thread that makes it trains, as long as it lives: Ray Train's is not the main one.
+
     Args:
         rank: of this process.
         host: of this process.
@@ -54,6 +56,7 @@ class OwnView:
     ) -> None:
         self._rank, self._host, self._progress = rank, host, progress
         self._processes = process_table()
+        self._maker = threading.current_thread()
         self._spins, self._window = spins, window
         self.looked = self.alive = time.monotonic()
         self._place: CallSite | None = None
@@ -78,7 +81,9 @@ class OwnView:
             now: on the monotonic clock.
             ended: why it has left; empty: it has not.
         """
-        place, signs = main_place(), vitals(os.getpid(), threading.get_native_id())
+        thread = self._maker if self._maker.is_alive() else threading.main_thread()
+        place = main_place(thread)
+        signs = vitals(os.getpid(), threading.get_native_id(), trains=thread.native_id)
         moves_on = self._place is None or place.key != self._place.key
         # since it last lived, not since the last look: the kernel counts by ticks
         seconds, computing = now - self.alive, not self._spins
@@ -107,6 +112,7 @@ class OwnView:
             asking=place.asking,
             still=round(now - self.alive, 1),
             ended=ended,
+            thread=thread.name,
         )
 
     def _own_seconds(self, now: float) -> float:

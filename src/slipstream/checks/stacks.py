@@ -18,12 +18,13 @@ from typing import NamedTuple
 _PACKAGE = str(Path(__file__).parents[1])
 _SESSION = str(Path(__file__).parents[1] / "session" / "session.py")
 _OTHERS = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib"))
-_PYTHON = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3\.\d+/")
-"""Of any interpreter: that of another process may be another one."""
+_PYTHON = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3\.\d+/|/debugpy/|/helpers/pydev/")
+"""Of any interpreter, as that of another process may be another one; debuggers of editors, too."""
 _EXCHANGING = ("/torch/distributed/", f"{_PACKAGE}/transport/", f"{_PACKAGE}/parallel/dims.py")
 _LOADING = ("/torch/utils/data/", f"{_PACKAGE}/data/")
-_ASKING = ("/pdb.py", "/bdb.py", "/code.py", "/IPython/")
-"""Files of debuggers and consoles, which wait for a person."""
+_ASKING = re.compile(r"/python3\.\d+t?/(pdb|bdb|code)\.py$|/IPython/|/pydevd\.py$")
+"""Files of debuggers and consoles, which wait for a person where the script has called them; where
+they have called the script, they run it."""
 
 INNERMOST = 6
 """Frames among which an exchange is found: FSDP's outer ones are there in a forward, too."""
@@ -40,7 +41,7 @@ class Frame(NamedTuple):
 
 
 class CallSite(NamedTuple):
-    """The place of the main thread.
+    """The place of the thread that trains, mostly the main one.
 
     Attributes:
         line: of the user's script: ``train.py:41 in load``; empty: in none.
@@ -59,9 +60,10 @@ class CallSite(NamedTuple):
     key: int
 
 
-def main_place() -> CallSite:
-    """Look where the main thread is now."""
-    return place_of(_frames(sys._current_frames().get(threading.main_thread().ident or 0)))
+def main_place(thread: threading.Thread | None = None) -> CallSite:
+    """Look where the main thread is now, or another one."""
+    looked_at = thread or threading.main_thread()
+    return place_of(_frames(sys._current_frames().get(looked_at.ident or 0)))
 
 
 def place_of(frames: Iterable[Frame]) -> CallSite:
@@ -75,7 +77,7 @@ def place_of(frames: Iterable[Frame]) -> CallSite:
         if depth < INNERMOST:
             exchanging = exchanging or any(part in file for part in _EXCHANGING)
         loading = loading or any(part in file for part in _LOADING)
-        asking = asking or file.endswith(_ASKING)
+        asking = asking or (not line and _ASKING.search(file) is not None)
         if file == _SESSION:
             verb = frame.name
         if not line and is_script(file):

@@ -20,7 +20,7 @@ CPU_SHARE, CPU_TICKS = 0.02, 0.05
 BYTES_PER_SECOND = 32 * 1024
 """Read and written: a process that moves fewer is still."""
 SWITCHES_PER_SECOND = 5.0
-"""Of the main thread: a thread that wakes up less often waits for one thing."""
+"""Of the thread that trains: one that wakes up less often waits for one thing."""
 
 STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "D": "waits for a disk"}
 """States of a process that say why it is still."""
@@ -29,8 +29,8 @@ STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "D": "waits
 @dataclass(frozen=True, slots=True)
 class Vitals:
     """Sums since the start of a process: its CPU seconds and bytes moved, those of its descendants
-    (workers that load data, compilers) included, also once they have ended, and how often its main
-    thread has waited."""
+    (workers that load data, compilers) included, also once they have ended, and how often the
+    thread that trains has waited."""
 
     cpu: float = 0.0
     moved: int = 0
@@ -57,9 +57,11 @@ class Vitals:
         )
 
 
-def vitals(pid: int, without: int | None = None, proc: Path = PROC) -> Vitals:
+def vitals(
+    pid: int, without: int | None = None, proc: Path = PROC, *, trains: int | None = None
+) -> Vitals:
     """Read what the process ``pid`` has done so far, but for its thread ``without``, which looks at
-    it here; nothing where it is gone."""
+    it here; nothing where it is gone. Its thread ``trains`` is by default the main one."""
     ticks, moved = 0, 0
     for process in (pid, *descendants(pid, proc)):
         used = _used(proc / str(process), reaped=True)
@@ -69,7 +71,7 @@ def vitals(pid: int, without: int | None = None, proc: Path = PROC) -> Vitals:
         ticks, moved = ticks - used[0], moved - used[1]
     switches = 0
     with suppress(OSError, ValueError):
-        switches = _value(proc / f"{pid}/task/{pid}/status", "voluntary_ctxt_switches")
+        switches = _value(proc / f"{pid}/task/{trains or pid}/status", "voluntary_ctxt_switches")
     return Vitals(ticks / _TICKS, moved, switches)
 
 

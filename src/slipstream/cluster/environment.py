@@ -8,7 +8,8 @@ Launchers in order of precedence; the first one whose variables are set has star
     mpi       OMPI_COMM_WORLD_{RANK, SIZE, LOCAL_RANK, LOCAL_SIZE}
     slurm     SLURM_{PROCID, NTASKS, LOCALID, NODEID, NNODES} inside a step that ``srun`` started
     none      none of these: one process. The shell of ``salloc`` and the script of ``sbatch`` count
-              as such, too: they have SLURM_NTASKS, but are no step.
+              as such, too: they have SLURM_NTASKS, but are no step. So does a process of MPICH,
+              unless its PMI_SIZE says that there are others, which is refused.
 """
 
 from __future__ import annotations
@@ -73,6 +74,13 @@ num_nodes=1, host='localhost', source='none', master_addr=None, master_port=None
             environment = _read_mpi(variables)
         elif variables.any("SLURM_PROCID") and variables.any(*steps):
             environment = _read_slurm(variables)
+        elif variables.number("PMI_SIZE", 1) > 1:
+            raise ClusterError(
+                f"PMI_SIZE={variables.text('PMI_SIZE')} is set: MPICH, Intel MPI or Cray's mpiexec "
+                "has started this process, whose variables are not read; set RANK, WORLD_SIZE, "
+                "MASTER_ADDR and MASTER_PORT for each process (RANK=$PMI_RANK), or unset PMI_SIZE "
+                "if each is to train alone"
+            )
         else:
             environment = cls()
         return replace(environment, host=host)
