@@ -6,6 +6,7 @@ import pytest
 
 from slipstream.planner.progress.calibration import LossCalibration, LossRun
 from slipstream.planner.progress.time_to_loss import LossForecast
+from slipstream.report import losses as section
 from slipstream.report.losses import losses, losses_plot
 
 pytest.importorskip("plotly")
@@ -24,8 +25,10 @@ def calibration() -> LossCalibration:
     )
 
 
-def test_each_strategy_has_a_line_in_its_band_and_dots() -> None:
-    forecast = LossForecast(calibration())
+def test_each_strategy_has_a_line_in_its_band_and_dots(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = calibration()
+    forecast = LossForecast(given)
+    monkeypatch.setattr(section, "LossForecast", lambda _: forecast)  # it takes long
     figure = losses_plot(forecast, forecast.timed(), 5 * 7200.0)
     bands = [one for one in figure["data"] if one.get("fill")]
     lines = [one for one in figure["data"] if one["mode"] == "lines" and not one.get("fill")]
@@ -38,7 +41,7 @@ def test_each_strategy_has_a_line_in_its_band_and_dots() -> None:
         assert line["y"] == sorted(line["y"], reverse=True)
     assert dots[0]["x"][-1] == pytest.approx(2.0, rel=0.1)  # hours: 120 updates of a minute
     assert figure["layout"]["xaxis"]["title"]["text"] == "hours"
-    written = losses(calibration())
+    written = losses(given)
     assert "Loss over time" in written
     assert "60 s" in written
     assert 'id="plot-losses"' in written
