@@ -24,10 +24,11 @@ from slipstream.cli.watch import _connect, _running, _watched
 from slipstream.cluster import listen
 from slipstream.errors import ClusterError, LaunchError
 from tests.harness.command_line import COMMAND_LINE
+from tests.harness.ranks import free_port
 from tests.harness.scripts import Script
 
 HERE = Path(__file__).parent
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 PLAIN = [str(HERE / "two_ranks.py")]  # costs an import of torch less
 WATCH = [sys.executable, "-m", "slipstream", "watch"]
 
@@ -42,7 +43,7 @@ def watched(folder: Path, launcher: list[str], *words: str) -> Run:
     """Run the faulty training under the watch."""
     command = [sys.executable, *launcher, str(HERE / "faulty.py"), *words]
     options = ["--timeout", "8s", "--folder", str(folder / "autopsy")]
-    environ = {"COLUMNS": "400", "WATCHED_BY": str(folder)}
+    environ = {"COLUMNS": "400", "WATCHED_BY": str(folder), "MASTER_PORT": str(free_port())}
     files = folder / "stdout", folder / "stderr"
     watch = Script(
         COMMAND_LINE, "watch", *options, "--", *command, log=files[0], errors=files[1], env=environ
