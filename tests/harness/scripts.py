@@ -66,9 +66,6 @@ class Script:
         assert self._process.pid is not None
         return self._process.pid
 
-    def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
     def poll(self) -> int | None:
         """Its code if it has ended; -n if signal n has ended it."""
         return self._process.exitcode
