@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-LAUNCH = [sys.executable, "-c", "from slipstream.cli.main import main; main()", "launch"]
+from tests.harness.command_line import COMMAND_LINE
+from tests.harness.scripts import Script
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 TRAIN = """
@@ -53,14 +55,18 @@ def undisturbed() -> str:
     return model.weight.detach().double().sum().item().hex()
 
 
-@pytest.mark.parametrize("command", [LAUNCH, TORCHRUN], ids=["slipstream launch", "torchrun"])
-def test_a_killed_rank_is_restarted_and_goes_on(command: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["slipstream launch", "torchrun"])
+def test_a_killed_rank_is_restarted_and_goes_on(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
-    ranks = ["--nproc" if command is LAUNCH else "--nproc-per-node", "2", "--max-restarts", "1"]
-    run = subprocess.run(
-        [*command, *ranks, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=170
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    words, log = ["--max-restarts", "1", "train.py"], tmp_path / "log"
+    if launcher == "torchrun":
+        with log.open("w") as said:
+            run = [*TORCHRUN, "--nproc-per-node", "2", *words]
+            code = subprocess.call(run, cwd=tmp_path, stdout=said, stderr=said, timeout=170)
+    else:
+        run = ["launch", "--nproc", "2", *words]
+        code = Script(COMMAND_LINE, *run, log=log, folder=tmp_path).wait(170)
+    assert code == 0, log.read_text()
     starts, ends = zip(*map(str.split, (tmp_path / "end").read_text().splitlines()), strict=True)
     assert starts == ("6", "6")
     assert {*ends} == {undisturbed()}

@@ -30,17 +30,10 @@ from slipstream.errors import HangError
 from slipstream.transport.flat import FlatTransport
 from slipstream.transport.requests import AllReduce
 from slipstream.transport.work import Work
-from tests.harness.ranks import RankFailure, Ranks
+from tests.harness.ranks import RankFailure
 
 BAD, AT, TIMEOUT = 1, 5, 6.0
 T = TypeVar("T")
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        ranks.run(os.getpid)  # limits below are of ranks that are there
-        yield ranks
 
 
 def opened(folder: Path, **strategy: object) -> slipstream.Session:

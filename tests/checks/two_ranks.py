@@ -1,17 +1,14 @@
-"""Start two ranks of a script, as a launcher would, without importing torch."""
+"""Start two ranks of a script at $MASTER_PORT, as a launcher would, without importing torch."""
 
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 
 
 def main() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     ranks = [
         subprocess.Popen(
             [sys.executable, *sys.argv[1:]], env={**os.environ, **common, "RANK": str(rank)}

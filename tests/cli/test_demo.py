@@ -180,7 +180,7 @@ def test_interrupting_leaves_nothing(tmp_path: Path, options: list[str]) -> None
         assert (b"no emulated hosts" in said) == bool("--loopback" in options or unavailable())
         run.send_signal(signal.SIGINT)
         run.stdout.read()
-        assert run.wait(30) == 130
+        assert run.wait(90) == 130
     assert running(str(tmp_path)) == []
 
 

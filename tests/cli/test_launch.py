@@ -16,6 +16,9 @@ import psutil
 import pytest
 
 from slipstream.cli import main
+from tests.harness.command_line import COMMAND_LINE
+from tests.harness.ranks import free_port
+from tests.harness.scripts import Script
 
 SLIPSTREAM = [sys.executable, "-c", "from slipstream.cli.main import main; main()"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -104,28 +107,37 @@ cluster.close()
 """
 
 
-def start(command: list[str], folder: Path, script: str, **variables: str) -> subprocess.Popen[str]:
+UNSET = ("SLIPSTREAM_STRATEGY", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE")
+OWN = {"GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "200"}
+
+
+def start(command: list[str], folder: Path, script: str) -> subprocess.Popen[str]:
     """``command`` in ``folder``, where ``script`` is script.py."""
     (folder / "script.py").write_text(script)
-    names = ("SLIPSTREAM_STRATEGY", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE")
-    environ = {name: value for name, value in os.environ.items() if name not in names}
-    environ |= {"GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "200"} | variables
+    environ = {name: value for name, value in os.environ.items() if name not in UNSET}
     return subprocess.Popen(
         command,
         cwd=folder,
-        env=environ,
+        env=environ | OWN,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
 
 
-def launch(folder: Path, script: str, *options: str, **variables: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of ``slipstream launch OPTIONS``, logging to ``folder/logs``."""
-    command = [*SLIPSTREAM, "launch", "--log-dir", "logs", *options]
-    process = start(command, folder, script, **variables)
-    out, err = process.communicate(timeout=150)
-    return process.returncode, out, err
+def launches(folder: Path, script: str, *options: str, name: str = "said") -> Script:
+    """``slipstream launch OPTIONS``, logging to ``folder/logs``; what it says itself goes to
+    ``folder/NAME.out`` and ``NAME.err``."""
+    (folder / "script.py").write_text(script)
+    words = ["launch", "--log-dir", "logs", *options]
+    files = {"log": folder / f"{name}.out", "errors": folder / f"{name}.err"}
+    return Script(COMMAND_LINE, *words, **files, env=dict.fromkeys(UNSET) | OWN, folder=folder)
+
+
+def launch(folder: Path, script: str, *options: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of it."""
+    code = launches(folder, script, *options).wait(150)
+    return code, *((folder / f"said.{stream}").read_text() for stream in ("out", "err"))
 
 
 def logs(folder: Path) -> dict[str, str]:
@@ -204,8 +216,8 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path, number: signal.Signals) -
     (ignored,) = re.findall(r"^SigIgn:\s+(\w+)$", status, re.MULTILINE)
     assert int(ignored, 16) & 1 << (signal.SIGHUP - 1)  # as nohup wants
     launcher.send_signal(number)
-    _, err = launcher.communicate(timeout=30)
-    gone, alive = psutil.wait_procs(ranks, timeout=10)
+    _, err = launcher.communicate(timeout=60)
+    gone, alive = psutil.wait_procs(ranks, timeout=60)
     assert (len(gone), alive) == (2, [])
     if number is signal.SIGKILL:
         assert launcher.returncode == -number
@@ -247,24 +259,24 @@ def test_a_mistake_ends_before_anything_starts(
 
 
 def test_two_nodes_meet_and_only_the_first_prints(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
-    options = ["--nnodes", "2", "--rdzv-endpoint", endpoint, "--log-dir", "logs"]
+    endpoint = f"127.0.0.1:{free_port()}"
+    options = ["--nnodes", "2", "--rdzv-endpoint", endpoint]
     nodes = [
-        start([*SLIPSTREAM, "launch", *options, "--node-rank", rank, "script.py"], tmp_path, SUM)
+        launches(tmp_path, SUM, *options, "--node-rank", rank, "script.py", name=rank)
         for rank in ("0", "1")
     ]
     try:
-        answers = [node.communicate(timeout=90) for node in nodes]
+        codes = [node.wait(90) for node in nodes]
     finally:
         for node in nodes:
             node.kill()
-            node.communicate()
-    assert [node.returncode for node in nodes] == [0, 0], answers
-    assert answers[0][0] == "0 2 0 3.0\n"
-    assert f"static at {endpoint}" in answers[0][1]
-    assert answers[1] == ("", "")
+    out, err, *others = (
+        tmp_path.joinpath(f"{n}.{s}").read_text() for n in "01" for s in ("out", "err")
+    )
+    assert codes == [0, 0], (out, err, others)
+    assert out == "0 2 0 3.0\n"
+    assert f"static at {endpoint}" in err
+    assert [text.partition("nanobind: ")[0] for text in others] == ["", ""]  # see scripts.py
     assert logs(tmp_path) == {"rank0.log": "0 2 0 3.0\n", "rank1.log": "1 2 1 3.0\n"}
 
 
@@ -276,7 +288,7 @@ def test_a_node_that_waits_for_the_others_can_be_interrupted(tmp_path: Path) -> 
         silent.settimeout(30)
         with silent.accept()[0]:  # it has come, and waits for an answer
             node.send_signal(signal.SIGINT)
-            node.communicate(timeout=10)
+            node.communicate(timeout=60)
     assert node.returncode == -signal.SIGINT
     assert not list(tmp_path.glob("pid*"))
 

@@ -113,5 +113,5 @@ def test_interrupting_a_run_leaves_nothing(tmp_path: Path) -> None:
         # The command; on each host what entered it, the launcher and the rank.
         assert len(wait_for_marked(marker, 7, seconds=60)) == 7
         run.send_signal(signal.SIGINT)
-        assert run.wait(30) == 130
+        assert run.wait(90) == 130
     assert wait_for_marked(marker, 0) == []

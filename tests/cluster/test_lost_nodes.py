@@ -5,8 +5,6 @@ The store at which they meet is in this process, and outlives both.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.cluster.listen import open_store
+from tests.harness.command_line import COMMAND_LINE
+from tests.harness.scripts import Script
 
 SCRIPT = """
 import os, pathlib, signal, sys, time
@@ -30,10 +30,9 @@ if start == 2:
         time.sleep(0.02)
     sys.exit(4)
 """
-LAUNCH = [sys.executable, "-c", "from slipstream.cli.main import main; main()", "launch"]
 
 
-def wait(happened: Callable[[], bool], nodes: dict[str, subprocess.Popen[str]]) -> None:
+def wait(happened: Callable[[], bool], nodes: dict[str, Script]) -> None:
     until = time.monotonic() + 200
     while not happened():
         assert all(node.poll() is None for node in nodes.values())
@@ -48,28 +47,26 @@ def test_nodes_start_their_ranks_again_together(tmp_path: Path) -> None:
     options = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{store.port}"]
     options += ["--max-restarts", "3", "--log-dir", "logs"]
 
-    def begin() -> subprocess.Popen[str]:
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen([*LAUNCH, *options, "train.py"], cwd=tmp_path, **pipes)
+    def begin(name: str) -> Script:
+        words = ["launch", *options, "train.py"]
+        return Script(COMMAND_LINE, *words, log=tmp_path / name, folder=tmp_path)
 
-    nodes = {"stays": begin(), "lost": begin()}
+    nodes = {name: begin(name) for name in ("stays", "lost")}
     try:
         third = [tmp_path / f"start2.rank{rank}" for rank in (0, 1)]
         wait(lambda: all(path.exists() for path in third), nodes)
-        lost = nodes.pop("lost")
-        lost.kill()
-        of_lost = lost.communicate()[1]
+        nodes.pop("lost").kill()
         (tmp_path / "a node is lost").touch()
-        nodes["new"] = begin()
-        said = {name: node.communicate(timeout=200)[1] for name, node in nodes.items()}
+        nodes["new"] = begin("new")
+        codes = [node.wait(200) for node in nodes.values()]
     finally:
         for node in nodes.values():
             node.kill()
-            node.communicate()
-    assert [node.returncode for node in nodes.values()] == [0, 0], said
+    said = {name: (tmp_path / name).read_text() for name in ("stays", "lost", "new")}
+    assert codes == [0, 0], said
     ports = [[(tmp_path / f"start{n}.rank{r}").read_text() for r in (0, 1)] for n in range(4)]
     assert all(one == other for one, other in ports)
     assert len({one for one, _ in ports}) == 4  # what ranks wrote before is not there
     assert said["stays"].count("all ranks start again") == 3
-    assert "was killed by SIGKILL" in said["stays"] + of_lost  # the node of rank 1 says so
+    assert "was killed by SIGKILL" in said["stays"] + said["lost"]  # the node of rank 1 says so
     assert "did not meet" not in said["new"]

@@ -22,7 +22,9 @@ from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from queue import Empty, Queue
+from unittest import mock
 
+from slipstream.checks import heartbeat
 from tests.conformance.applies import not_applicable
 from tests.conformance.cell import RANKS, Verdict, judge
 from tests.conformance.habit import Habit, all_habits
@@ -134,6 +136,7 @@ def serve(technique: Technique, habit_names: Sequence[str], folder: str) -> None
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # loaders have workers
     gc.freeze()  # what is there stays; collecting is cheap
     with (
+        mock.patch.object(heartbeat, "ANSWER_SECONDS", 0.5),  # where nobody answers
         _peer(rank, f"{folder}/socket") as peer,
         open(f"{folder}/rank{rank}", "a") as file,
         technique.around(),

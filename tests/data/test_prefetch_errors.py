@@ -76,7 +76,8 @@ from slipstream.strategy import PrefetchConfig
 
 def read(index):
     if index == 5:
-        time.sleep(1)  # until earlier batches have left the process
+        while not os.path.exists(sys.argv[3]):  # earlier batches have arrived
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     return index
 
@@ -97,6 +98,8 @@ seen = []
 try:
     for batch in loader:
         seen.append(batch.tolist())
+        if len(seen) == 2:
+            open(sys.argv[3], "w").close()
         time.sleep(float(sys.argv[2]))  # the model computes
 except Exception as error:
     print(seen, type(error).__name__, error, flush=True)
@@ -115,7 +118,8 @@ def test_a_worker_that_dies_is_an_error_of_the_batch_that_does_not_come(
     """In a process of its own, as in the training no SIGCHLD was handled yet."""
     script, log = tmp_path / "dying.py", tmp_path / "log"
     script.write_text(DYING)
-    code, printed = Script(script, kind, computing, log=log).wait(120), log.read_text()
+    words = [kind, computing, str(tmp_path / "arrived")]
+    code, printed = Script(script, *words, log=log).wait(120), log.read_text()
     assert printed.startswith("[[0, 1], [2, 3]] DataError DataLoader worker"), printed
     assert f"while {named} awaited; read the dataset alone" in printed
     assert (code, "Traceback" in printed, "Warning" in printed) == (0, False, False)

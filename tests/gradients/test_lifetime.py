@@ -131,7 +131,7 @@ def threads() -> set[tuple[str, str]]:
 def left_since(before: set[tuple[str, str]]) -> set[tuple[str, str]]:
     """Threads of other ids than before, once there is none, or after a while."""
     ids = {number for number, _ in before}
-    give_up = time.monotonic() + 5
+    give_up = time.monotonic() + 60
     while True:
         new = {(number, name) for number, name in threads() if number not in ids}
         if not new or time.monotonic() > give_up:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import secrets
 import socket
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -161,6 +163,8 @@ class Ranks:
             process.start()
             theirs.close()
             self._workers.append((process, ours))
+        for _, ours in self._workers:
+            ours.recv()  # limits of runs are of ranks that are there
 
 
 class PerRank:
@@ -171,9 +175,13 @@ class PerRank:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A port to listen on later. It is below those that systems give to whoever asks for any, so
+    that no other socket gets it meanwhile."""
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)
+        with suppress(OSError), socket.socket() as s:
+            s.bind(("", port))
+            return port
 
 
 def _serve(pipe: Connection, path: list[str]) -> None:
@@ -183,6 +191,7 @@ def _serve(pipe: Connection, path: list[str]) -> None:
 
     torch.set_num_threads(1)
     base = dict(os.environ)
+    pipe.send("is there")
     while True:
         try:
             fn, args, rank, size, port, meeting, connect, env = pipe.recv()

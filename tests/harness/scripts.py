@@ -37,7 +37,7 @@ class Script:
     Args:
         path: of the file.
         words: of its command line.
-        env: variables added to those of this process.
+        env: variables added to those of this process; None: one that it does not get.
         folder: in which it runs; without, this process's own.
         log: the file for what it prints.
         errors: the file for what goes to stderr; without, ``log``.
@@ -50,12 +50,13 @@ class Script:
         *words: str,
         log: Path,
         errors: Path | None = None,
-        env: Mapping[str, str] | None = None,
+        env: Mapping[str, str | None] | None = None,
         folder: Path | None = None,
         strict: bool = False,
     ) -> None:
         files = [str(file.absolute()) for file in (log, errors or log)]
-        place = {**os.environ, **(env or {})}, str(folder or "."), files, [*sys.path]
+        variables = {n: v for n, v in {**os.environ, **(env or {})}.items() if v is not None}
+        place = variables, str(folder or "."), files, [*sys.path]
         arguments = ([str(path.absolute()), *words], *place, strict)
         self._process = context.Process(target=_run, args=arguments, daemon=True)
         self._process.start()

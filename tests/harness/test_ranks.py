@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness.ranks import PerRank, RankFailure, Ranks
+from tests.harness.ranks import PerRank, RankFailure, Ranks, free_port
 
 
 def _sum(value: int) -> int:
@@ -54,6 +54,10 @@ def test_failures_are_named(two):
     with pytest.raises(RankFailure, match="rank 1: 'no answer"):
         two.run(_stop_on_one, timeout=900)  # longer than a test may take: it is seen at once
     assert two.run(_sum, 1) == [2, 2]  # a new pool replaced the broken one
+
+
+def test_a_port_is_none_that_others_get_who_ask_for_any():
+    assert all(1024 <= free_port() < 32768 for _ in range(20))  # Linux gives those from there on
 
 
 def test_no_process_is_left():

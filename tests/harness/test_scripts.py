@@ -27,6 +27,7 @@ assert multiprocessing.get_start_method() == multiprocessing.get_all_start_metho
 child = multiprocessing.Process(target=print, args=("child",))
 child.start()
 child.join()
+assert "UNSET" not in os.environ
 print(beside.NAME, sys.argv[1:], os.environ["A"], os.path.basename(os.getcwd()))
 atexit.register(print, "handler")
 threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
@@ -37,12 +38,17 @@ except UserWarning:
 """
 
 
-def test_a_script_runs_and_ends_as_an_interpreter_does(tmp_path: Path) -> None:
+def test_a_script_runs_and_ends_as_an_interpreter_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNSET", "")
     path, log, folder = tmp_path / "train.py", tmp_path / "log", tmp_path / "folder"
     path.write_text(WHOLE)
     (tmp_path / "beside.py").write_text("NAME = 'beside'")
     folder.mkdir()
-    script = Script(path, "--steps", "3", log=log, env={"A": "b"}, folder=folder, strict=True)
+    env = {"A": "b", "UNSET": None}
+    script = Script(path, "--steps", "3", log=log, env=env, folder=folder, strict=True)
+    monkeypatch.undo()
     assert script.wait(60) == 0, log.read_text()
     lines = log.read_text().splitlines()
     assert sorted(lines[:2]) == ["beside ['--steps', '3'] b folder", "child"]

@@ -216,7 +216,7 @@ def _meet(name: str, ranks: int) -> None:
     """Return when so many ranks are here, without a connection to any of them."""
     store = dist.distributed_c10d._get_default_store()
     store.add(name, 1)
-    end = time.monotonic() + 30
+    end = time.monotonic() + 90
     while store.add(name, 0) < ranks:
         assert time.monotonic() < end, f"{name}: not all ranks are here"
         time.sleep(0.01)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,9 @@ from slipstream.local.model import LocalModel
 from slipstream.local.open_training import OpenTraining
 from slipstream.local.rendezvous import Rendezvous, View
 from slipstream.strategy import RendezvousConfig, Strategy
-from tests.harness.ranks import Ranks
+from tests.harness.command_line import COMMAND_LINE
+from tests.harness.ranks import Ranks, free_port
+from tests.harness.scripts import Script
 from tests.local import job
 from tests.local.comings import ENDLESS, TIMEOUT, Jobs
 from tests.local.reference import flat
@@ -43,8 +43,7 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture
 def islands(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Rendezvous]]:
-    monkeypatch.setattr(rendezvous, "DEAD", 1.5)
-    monkeypatch.setattr(rendezvous, "BEAT", 0.2)
+    monkeypatch.setattr(rendezvous, "DEAD", math.inf)  # a busy machine kills none
     with apart(2) as two:
         yield two
 
@@ -94,17 +93,19 @@ def test_all_see_one_outcome(islands: list[Rendezvous]) -> None:
     assert other.agree(view, 2, True) is None
 
 
-def test_the_next_view_is_without_the_dead(islands: list[Rendezvous]) -> None:
+def test_the_next_view_is_without_the_dead(
+    islands: list[Rendezvous], monkeypatch: pytest.MonkeyPatch
+) -> None:
     view = joined(islands)
     one, other = islands
     found = at_once(lambda: one.next_view(view), lambda: other.next_view(view))
     assert found[0] == found[1]
     assert found[0].islands == view.islands
     other._gone.set()  # its heart stops
-    begun = time.monotonic()
+    monkeypatch.setattr(rendezvous, "DEAD", 1.5)
+    one._half = timedelta.max  # it is not waited for in vain
     alone = one.next_view(found[0])
     assert alone.islands == (one.island,)
-    assert time.monotonic() - begun < 5  # half of the limit
     # who comes later sees that it is in no view any more
     assert other.next_view(found[0]).islands == (one.island,)
 
@@ -112,9 +113,8 @@ def test_the_next_view_is_without_the_dead(islands: list[Rendezvous]) -> None:
 def test_who_leaves_is_not_waited_for(islands: list[Rendezvous]) -> None:
     view = joined(islands)
     islands[1].leave()
-    begun = time.monotonic()
+    islands[0]._half = timedelta.max  # it is not waited for in vain
     assert islands[0].next_view(view).islands == (islands[0].island,)
-    assert time.monotonic() - begun < 5
 
 
 def test_a_store_that_is_not_there_is_named() -> None:
@@ -222,27 +222,16 @@ with slipstream.accelerate(model, optimizer) as session:
 
 
 def test_a_launch_of_islands_starts_another_one_where_one_fails(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     (tmp_path / "train.py").write_text(ISLAND)
-    meeting = {"store": f"localhost:{port}", "at_least": 2, "timeout": 60}
+    meeting = {"store": f"localhost:{free_port()}", "at_least": 2, "timeout": 60}
     (tmp_path / "local.yaml").write_text(f"local: {{steps: 4, rendezvous: {json.dumps(meeting)}}}")
-    command = [
-        *(sys.executable, "-m", "slipstream", "launch", "--islands", "2", "--max-restarts", "1"),
-        *("--strategy", "local.yaml", "--log-dir", "logs", "train.py"),
-    ]
-    root = Path(__file__).parents[2]
-    run = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode == 0, run.stderr
-    assert "ended with code 3; another one starts" in run.stderr
+    words = ["launch", "--islands", "2", "--max-restarts", "1", "--strategy", "local.yaml"]
+    words += ["--log-dir", "logs", "train.py"]
+    root, log = Path(__file__).parents[2], tmp_path / "log"
+    env = {"PYTHONPATH": f"{root / 'src'}:{root}"}
+    code = Script(COMMAND_LINE, *words, log=log, env=env, folder=tmp_path).wait(170)
+    assert code == 0, log.read_text()
+    assert "ended with code 3; another one starts" in log.read_text()
     ends = [p.read_text() for p in tmp_path.glob("logs/island-*/rank0.log")]
     assert sum("ends True" in text for text in ends) == 2, ends
 

@@ -6,6 +6,7 @@ import pytest
 
 from slipstream.planner.progress.calibration import LossCalibration, LossRun
 from slipstream.planner.progress.time_to_loss import LossForecast
+from slipstream.report import losses as section
 from slipstream.report.losses import losses, losses_plot
 
 pytest.importorskip("plotly")
@@ -24,7 +25,8 @@ def calibration() -> LossCalibration:
     )
 
 
-def test_each_strategy_has_a_line_in_its_band_and_dots() -> None:
+def test_each_strategy_has_a_line_in_its_band_and_dots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(section, "POINTS", 10)  # each of a larger batch takes long
     forecast = LossForecast(calibration())
     figure = losses_plot(forecast, forecast.timed(), 5 * 7200.0)
     bands = [one for one in figure["data"] if one.get("fill")]

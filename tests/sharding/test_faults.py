@@ -52,7 +52,7 @@ def killed(between_phases: bool) -> None:
 @pytest.mark.parametrize("between_phases", [False, True])
 def test_a_rank_that_dies_ends_the_others(three: Ranks, between_phases: bool) -> None:
     with pytest.raises(RankFailure) as failure:
-        three.run(killed, between_phases, timeout=60)
+        three.run(killed, between_phases)
     assert failure.value.errors == {2: "the process died"}, failure.value
 
 

@@ -172,7 +172,7 @@ def test_popen_passes_signals_on(three, name: str) -> None:
     process = three.popen(three.nodes[2], argv, stdout=subprocess.PIPE)
     process.stdout.readline()
     process.send_signal(signal.Signals[name])
-    assert process.wait(20) == 9
+    assert process.wait(90) == 9
     process.stdout.close()
 
 
@@ -181,7 +181,7 @@ def test_popen_ends_by_the_signal_that_ends_the_program(three, marker, name: str
     process = three.popen(three.nodes[2], shell("sleep 60; :", marker))
     assert len(wait_for_marked(marker, 2)) == 2  # the one that entered, and the program
     process.send_signal(signal.Signals[name])
-    assert process.wait(20) == -signal.Signals[name]
+    assert process.wait(90) == -signal.Signals[name]
     assert wait_for_marked(marker, 0) == []
 
 
@@ -217,7 +217,7 @@ def test_nothing_outlives_the_owner(marker, name: str) -> None:
     with subprocess.Popen(argv, stderr=subprocess.DEVNULL) as owner:
         assert len(wait_for_marked(marker, OWNED)) == OWNED
         owner.send_signal(signal.Signals[name])
-        assert owner.wait(20) == -signal.Signals[name]
+        assert owner.wait(90) == -signal.Signals[name]
     assert wait_for_marked(marker, 0) == []
     assert interfaces() == before
 
@@ -234,7 +234,7 @@ def test_two_testbeds_have_separate_networks(three) -> None:
         )
         assert "ConnectionRefusedError" in stranger.communicate()[1]
     assert three.popen(three.nodes[1], [sys.executable, "-c", connect]).wait() == 0
-    assert server.wait(20) == 0
+    assert server.wait(90) == 0
     server.stdout.close()
 
 

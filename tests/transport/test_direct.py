@@ -112,5 +112,5 @@ def test_a_rank_that_is_killed_ends_all_works_of_the_others(
     ranks: Ranks, between_phases: bool
 ) -> None:
     with pytest.raises(RankFailure) as failure:
-        ranks.run(dying, between_phases, timeout=60)
+        ranks.run(dying, between_phases)
     assert failure.value.errors == {ranks.size - 1: "the process died"}, failure.value

@@ -274,5 +274,5 @@ def test_a_rank_that_is_killed_ends_all_works_of_the_others(
     six: Ranks, name: str, between_phases: bool
 ) -> None:
     with pytest.raises(RankFailure) as failure:
-        six.run(killed, EQUAL[name], between_phases, timeout=60)
+        six.run(killed, EQUAL[name], between_phases)
     assert failure.value.errors == {5: "the process died"}, failure.value

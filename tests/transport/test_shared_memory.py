@@ -180,7 +180,7 @@ def killed(when: str) -> None:
 @pytest.mark.parametrize("when", ["before it began", "between the stages"])
 def test_a_rank_that_is_killed_ends_all_works_of_the_others(ranks: Ranks, when: str) -> None:
     with pytest.raises(RankFailure) as failure:
-        ranks.run(killed, when, timeout=60)
+        ranks.run(killed, when)
     assert failure.value.errors == {ranks.size - 1: "the process died"}, failure.value
 
 
