@@ -100,6 +100,14 @@ class Codebook(Odd):
         return (y - self.codes[0].clone()) * self.mask[:4]
 
 
+class Anneals(Odd):
+    """Counts its calls, and computes by the count."""
+
+    def odd(self, y: Tensor) -> Tensor:
+        self.step += 10
+        return y * 0.9**self.step
+
+
 class Shared(Odd):
     """Two places hold one buffer."""
 
@@ -273,7 +281,7 @@ def trained(
     "block",
     [
         *(ZeroMean, Later, Assigned, Codebook, Shared, Overlapping, Made, Sparse),
-        *(Draws, Nested, Fills, Packed, Same, Trees),
+        *(Draws, Nested, Fills, Packed, Same, Trees, Anneals),
     ],
 )
 def test_bitwise_as_without(block: type[Odd], config: str) -> None:
