@@ -109,6 +109,17 @@ class PythonRandom(Blocks):
         return x
 
 
+class OwnRandom(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def between(self, number: int, x: Tensor) -> Tensor:
+        if number == 2:
+            torch.rand((), generator=self.generator)
+        return x
+
+
 class PartlyAutocast(Blocks):
     """Computes the first two blocks under autocast."""
 
@@ -159,6 +170,7 @@ class TellingByObject(Telling):
         (InPlace, (("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"))),
         (Random, (("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"))),
         (PythonRandom, (("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"))),
+        (OwnRandom, (("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"))),
         (PartlyAutocast, (("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"))),
         (Telling, (("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"))),
         (TellingByObject, (("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"))),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.memory.recompute.rng_state import get_rng_state
+from slipstream.memory.recompute.rng_state import Generator, get_rng_state, state_of
 from slipstream.pytree import LEAVES, mapped, tensors
 
 _COMPARED_BY_VALUE = (bool, int, float, str, torch.dtype, torch.device)
@@ -120,12 +120,16 @@ def _contents(value: Any, depth: int = _DEPTH) -> Any:
 class DataflowRecorder:
     """Records the calls of blocks, one after another.
 
+    Args:
+        own: generators that code between blocks may draw from, beside the global ones.
+
     Attributes:
         order: names of the blocks in the order in which they are called.
         links: by the name of a block, its link to the block called right before it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own: Sequence[Generator] = ()) -> None:
+        self._own = own
         self.order: list[str] = []
         self.links: dict[str, Link] = {}
         self._last: tuple[Call, Any, list[int], tuple[Any, ...]] | None = None
@@ -139,14 +143,14 @@ class DataflowRecorder:
     def after(self, call: Call, output: Any) -> None:
         """The block has returned, which may have written into its arguments."""
         now = Call(call.args, call.kwargs)
-        self._last = (now, output, versions(tensors(output)), _all_rng_states())
+        self._last = (now, output, versions(tensors(output)), self._rng_states())
 
     def _link(self, call: Call) -> Link | None:
         """The link from the last call to this one; None or empty if there is none."""
         if self._last is None:
             return None
         last, output, output_versions, rng_states = self._last
-        if not call.has_form_of(last) or rng_states != _all_rng_states():
+        if not call.has_form_of(last) or rng_states != self._rng_states():
             return None
         returned = tensors(output)
         outputs = {}
@@ -160,6 +164,14 @@ class DataflowRecorder:
             elif numbers or not is_same(held, last_held):
                 return None
         return outputs
+
+    def _rng_states(self) -> tuple[Any, ...]:
+        """States of all generators that a forward may draw from."""
+        states = [torch.get_rng_state()]
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            states.append(torch.cuda.get_rng_state())
+        of_torch = (state.numpy().tobytes() for state in states)
+        return get_rng_state(), *of_torch, *map(state_of, self._own)
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
@@ -176,11 +188,3 @@ def is_same(value: Any, other: Any) -> bool:
     if isinstance(value, tuple | list):
         return len(value) == len(other) and all(map(is_same, value, other))
     return isinstance(value, _COMPARED_BY_VALUE) and value == other
-
-
-def _all_rng_states() -> tuple[Any, ...]:
-    """States of all generators that a forward may draw from."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    return get_rng_state(), *(state.numpy().tobytes() for state in states)

@@ -22,8 +22,8 @@ from slipstream.memory.recompute import selective
 from slipstream.memory.recompute.block_dataflow import Call, Link
 from slipstream.memory.recompute.budget import Region, RegionParts
 from slipstream.memory.recompute.buffers import BufferReplay
-from slipstream.memory.recompute.module_state import StateReplay
-from slipstream.memory.recompute.rng_state import RngReplay
+from slipstream.memory.recompute.module_state import StateReplay, modules_in
+from slipstream.memory.recompute.rng_state import RngReplay, generators_of
 from slipstream.strategy.memory import KeptOperation
 
 _PLACEHOLDER = torch.empty(0)
@@ -137,7 +137,7 @@ class RegionLayout:
         modules = [self.modules[name] for name in self.names(region)]
         if region not in self._buffer_replays:  # one a region: it remembers unchanged masks
             self._buffer_replays[region] = BufferReplay(modules)
-        state, rng = StateReplay(modules, objects), RngReplay()
+        state, rng = StateReplay(modules, objects), RngReplay(generators_of(modules_in(modules)))
         contexts = [(state.record(), state), self._buffer_replays[region].contexts()]
         contexts.append((rng.record(), rng))
         if self.keep:

@@ -16,7 +16,7 @@ from slipstream.memory.recompute.block_dataflow import Call
 from slipstream.memory.recompute.budget import BlockCost
 from slipstream.memory.recompute.buffers import SubstituteBuffers, buffers_of
 from slipstream.memory.recompute.module_state import settings_kept
-from slipstream.memory.recompute.rng_state import RngReplay
+from slipstream.memory.recompute.rng_state import RngReplay, generators_of
 from slipstream.pytree import tensors
 
 T = TypeVar("T")
@@ -59,7 +59,8 @@ def measure(module: nn.Module, forward: Forward, call: Call) -> BlockCost:
     """
     device = next((tensor.device for tensor in call.tensors), torch.device("cpu"))
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), RngReplay(), settings_kept(module):
+    rng = RngReplay(generators_of(module.modules()))
+    with torch.random.fork_rng(devices), rng, settings_kept(module):
         output_bytes, saved_bytes = _count_bytes(module, forward, call)
         runs = [_time_run(module, forward, call, device) for _ in range(RUNS)]
     forwards, backwards = zip(*runs, strict=True)
