@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.pipelining import PipelineStage
+from torch.nn import functional as F
 
 from slipstream.analysis.summary import document
 from slipstream.errors import (
@@ -106,6 +109,28 @@ def test_shapes_may_change_and_evaluation_gives_outputs_everywhere(two) -> None:
     expected.append(expected[-1])
     for actual in two.run(shapes_and_evaluation):
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+def under_autocast_later() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+    model = copy.deepcopy(plain)
+    pipeline = Pipeline(model, cut=["2"], micro_batches=2)
+    x, y = torch.randn(8, 6), torch.randn(8, 1)
+    for enabled in (False, True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = pipeline.forward_backward(F.mse_loss, (x,), target=y)
+            expected = F.mse_loss(plain(x), y)
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-2, atol=1e-2)
+        expected.backward()
+    pipeline.close()
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        if mine.grad is not None:  # of this rank's stage
+            torch.testing.assert_close(mine.grad, its.grad, rtol=1e-2, atol=1e-2)
+
+
+def test_autocast_may_begin_and_end_between_batches(two) -> None:
+    two.run(under_autocast_later)
 
 
 def statistics() -> tuple[torch.Tensor, torch.Tensor]:

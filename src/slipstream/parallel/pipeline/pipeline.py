@@ -140,9 +140,9 @@ class Pipeline:
 
         Raises:
             StrategyError: a batch that does not split into equal micro-batches.
-            ModelError: on every rank, in the first call or one with new shapes: a split point where
-                more than one tensor flows, modules that run out of order, a loss that is not a
-                scalar, or an error of the model itself.
+            ModelError: on every rank, in the first call or one with new shapes or other autocast: a
+                split point where more than one tensor flows, modules that run out of order, a loss
+                that is not a scalar, or an error of the model itself.
             Exception: in later calls, what a stage of this rank raised, with a note of the place.
             ExchangeError: another rank's stage has failed; at the latest after the group's timeout.
             UsageError: the pipeline is closed or has failed, or gradients are disabled.
@@ -232,9 +232,12 @@ class Pipeline:
             )
 
     def _set_up(self, loss_fn: LossFn, batch: MicroBatch) -> None:
-        """If shapes are new, infer what stages send, and build torch's stages and schedule."""
+        """If shapes or autocast are new, infer what stages send, and build torch's stages and
+        schedule."""
         flags = "".join(str(int(p.requires_grad)) for p in self.model.parameters())
-        signature = f"{batch.signature()}, requires_grad {flags}"
+        kind = self._device.type
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        signature = f"{batch.signature()}, requires_grad {flags}, autocast {autocast or 'off'}"
         if signature == self._signature:
             return
         self._agree({"the first micro-batch": signature}, None)
