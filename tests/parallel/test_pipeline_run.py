@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -131,6 +132,36 @@ def under_autocast_later() -> None:
 
 def test_autocast_may_begin_and_end_between_batches(two) -> None:
     two.run(under_autocast_later)
+
+
+class Noisy(nn.Sequential):
+    """Draws on every stage, as a model that learns to remove noise."""
+
+    noise: tuple[torch.Tensor, ...] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.noise += (torch.rand_like(x),)
+        y: torch.Tensor = super().forward(x + self.noise[-1])
+        return y - self.noise[-1]
+
+
+def numbers_beside_dropout() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Noisy(nn.Linear(6, 6), nn.Linear(6, 6), nn.Dropout())  # on the second stage alone
+    pipeline = Pipeline(model, cut=["1"], micro_batches=2)
+    seen: list[torch.Tensor] = []
+    for _ in range(3):
+        x, y = torch.randn(8, 6), torch.randn(8, 6)
+        pipeline.forward_backward(F.mse_loss, (x,), target=y)
+        seen += [torch.randperm(99), model.noise[-2]]  # the order of a loader that shuffles
+    pipeline.close()
+    return seen
+
+
+def test_ranks_draw_the_same_numbers_whatever_their_stages_drop(two) -> None:
+    first, second = two.run(numbers_beside_dropout)
+    assert all(map(torch.equal, first, second))
+    assert not any(torch.equal(a, b) for a, b in combinations(first, 2))
 
 
 def statistics() -> tuple[torch.Tensor, torch.Tensor]:

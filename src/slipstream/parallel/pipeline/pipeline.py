@@ -14,7 +14,8 @@ the order in which stages run.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -126,7 +127,9 @@ class Pipeline:
         For a loss that is a mean over samples, gradients are those of one backward of
         ``scale * loss_fn(model(*args, **kwargs), target)``; gradients of parameters on several
         stages are summed over them. Exactness: reordered; batch norm and other layers that depend
-        on the whole batch see a micro-batch. Collective; every rank passes the same batch.
+        on the whole batch see a micro-batch, and on several ranks dropout draws other numbers;
+        ranks that drew the same numbers of torch before do so afterwards.
+        Collective; every rank passes the same batch.
 
         Args:
             loss_fn: of the model's output and the target; called on the last stage.
@@ -280,7 +283,17 @@ class Pipeline:
                 self._schedule(micro_batch=torch.tensor([number])).backward()
         elif self._schedule is not None:
             numbers = torch.arange(self.micro_batches)
-            self._schedule.step(target=numbers, return_outputs=False, micro_batch=numbers)
+            with self._random_numbers_in_step():
+                self._schedule.step(target=numbers, return_outputs=False, micro_batch=numbers)
+
+    @contextmanager
+    def _random_numbers_in_step(self) -> Iterator[None]:
+        """Let ranks that drew the same random numbers before do so again afterwards, however many
+        the dropout of a stage takes: else their loaders would come to shuffle differently."""
+        drawn = int(torch.randint(2**31 - 1, (), device="cpu"))
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+            torch.manual_seed(drawn)  # else the next batch would get almost the same ones
+            yield
 
     def _mean_loss(self) -> torch.Tensor:
         """The mean loss, from the rank of the last stage."""
