@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.pipelining import PipelineStage
+from torch.nn import functional as F
 
 from slipstream.analysis.summary import document
 from slipstream.errors import (
@@ -106,6 +110,58 @@ def test_shapes_may_change_and_evaluation_gives_outputs_everywhere(two) -> None:
     expected.append(expected[-1])
     for actual in two.run(shapes_and_evaluation):
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+def under_autocast_later() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+    model = copy.deepcopy(plain)
+    pipeline = Pipeline(model, cut=["2"], micro_batches=2)
+    x, y = torch.randn(8, 6), torch.randn(8, 1)
+    for enabled in (False, True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = pipeline.forward_backward(F.mse_loss, (x,), target=y)
+            expected = F.mse_loss(plain(x), y)
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-2, atol=1e-2)
+        expected.backward()
+    pipeline.close()
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        if mine.grad is not None:  # of this rank's stage
+            torch.testing.assert_close(mine.grad, its.grad, rtol=1e-2, atol=1e-2)
+
+
+def test_autocast_may_begin_and_end_between_batches(two) -> None:
+    two.run(under_autocast_later)
+
+
+class Noisy(nn.Sequential):
+    """Draws on every stage, as a model that learns to remove noise."""
+
+    noise: tuple[torch.Tensor, ...] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.noise += (torch.rand_like(x),)
+        y: torch.Tensor = super().forward(x + self.noise[-1])
+        return y - self.noise[-1]
+
+
+def numbers_beside_dropout() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Noisy(nn.Linear(6, 6), nn.Linear(6, 6), nn.Dropout())  # on the second stage alone
+    pipeline = Pipeline(model, cut=["1"], micro_batches=2)
+    seen: list[torch.Tensor] = []
+    for _ in range(3):
+        x, y = torch.randn(8, 6), torch.randn(8, 6)
+        pipeline.forward_backward(F.mse_loss, (x,), target=y)
+        seen += [torch.randperm(99), model.noise[-2]]  # the order of a loader that shuffles
+    pipeline.close()
+    return seen
+
+
+def test_ranks_draw_the_same_numbers_whatever_their_stages_drop(two) -> None:
+    first, second = two.run(numbers_beside_dropout)
+    assert all(map(torch.equal, first, second))
+    assert not any(torch.equal(a, b) for a, b in combinations(first, 2))
 
 
 def statistics() -> tuple[torch.Tensor, torch.Tensor]:

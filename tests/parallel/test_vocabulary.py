@@ -32,6 +32,12 @@ def cross_entropy() -> None:
         expected.square().sum().backward()
         loss.square().sum().backward()
         torch.testing.assert_close(local.grad, whole.grad.split([7, 6], -1)[group.rank])
+    half = (10 * torch.randn(4, 13)).bfloat16()
+    target = torch.randint(13, (4,))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = F.cross_entropy(half, target)
+        loss = vocabulary_cross_entropy(half.split([7, 6], -1)[group.rank], target, 13, group)
+    torch.testing.assert_close(loss, expected)
     with pytest.raises(CommError, match=re.escape("target 13; allowed: 0 .. 12")):
         vocabulary_cross_entropy(torch.ones(1, [7, 6][group.rank]), torch.tensor([13]), 13, group)
     with pytest.raises(CommError, match=re.escape("allowed: [1, ")):

@@ -9,7 +9,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from slipstream.errors import ClusterError
+from slipstream.advisor.trace_stats import trace_stats
+from slipstream.errors import ClusterError, TraceError
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.planner.forecast import Forecast
 from slipstream.planner.iteration.contention_fit import read_trace
@@ -194,6 +195,17 @@ def test_a_predicted_trace_says_all_of_its_strategy(codec: str | None) -> None:
     predicted = RecordedRun.of("predicted", future, predicted=True)
     assert bool(pairs([measured, predicted])) == (codec is None)
     assert (codec or "sharded") in predicted.strategy
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_traces_of_ranks_that_share_a_model_are_refused(axis: str) -> None:
+    work, network = SITUATIONS["four ranks"]
+    trace = simulate(work, CommPlan.of(Strategy(), work.gradients), network, 2)
+    shared = Strategy.load({"parallel": {axis: {"ranks": 2}}}).document(full=True)
+    recorded = replace(trace, meta={**trace.meta, "strategy": shared})
+    with pytest.raises(TraceError, match=r"ranks that share a model \(parallel\)"):
+        Forecast.elsewhere(recorded, network)
+    assert trace_stats(recorded, network).what_if is None
 
 
 def test_a_split_that_was_found_in_the_run_is_the_one_that_its_trace_shows() -> None:

@@ -60,7 +60,7 @@ class WhatIf:
             SlipstreamError: the trace does not tell enough, or the network is not that of the
                 trace.
         """
-        forecast = Forecast.of(trace, network or fitted_network(trace, exchanges))
+        forecast = Forecast.elsewhere(trace, network or fitted_network(trace, exchanges))
         ranked = forecast.exact()
         [replayed] = (one for one in ranked if one.strategy == forecast.base)
         sizes = exchanges.num_bytes

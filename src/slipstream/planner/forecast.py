@@ -130,8 +130,15 @@ class Forecast:
 
         Raises:
             ClusterError: the cluster asked for cannot be predicted.
-            StrategyError, TraceError: as `of`.
+            StrategyError, TraceError: as `of`; ranks share a model in the trace.
         """
+        if traced_strategy(trace).parallel.active:
+            raise TraceError(
+                "this trace is of ranks that share a model (parallel), while a cluster file holds "
+                "what exchanges between all ranks cost: nothing can be predicted from it; "
+                "`slipstream trace summary` and `report` show where its time goes; for predictions "
+                "record some iterations without parallel"
+            )
         known = traced_network(network, trace) if nodes or ranks_per_node else network
         here = replace(cls.of(trace, known, updates=updates), calibrated=network)
         hosts, per_host = here.network.hosts, here.network.ranks_per_host

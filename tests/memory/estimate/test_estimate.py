@@ -185,6 +185,18 @@ def test_the_peak_with_kept_products(config, tensors):
     assert saved.peak((), config, ["matmul"]) == saved.peak((), config)
 
 
+class WithoutRate(torch.optim.Optimizer):
+    """Has no ``lr``."""
+
+    def __init__(self, params):
+        super().__init__(params, {"decay": 0.9})
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                self.state[p]["mean"] = torch.zeros_like(p)
+
+
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
 OPTIMIZERS = [
     lambda p: SGD(p, lr=0.1),
@@ -196,6 +208,7 @@ OPTIMIZERS = [
     lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
     lambda p: Lamb(p, lr=0.1),
     lambda p: Lars(p, lr=0.1),
+    WithoutRate,
 ]
 
 

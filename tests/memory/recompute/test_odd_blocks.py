@@ -100,6 +100,14 @@ class Codebook(Odd):
         return (y - self.codes[0].clone()) * self.mask[:4]
 
 
+class Anneals(Odd):
+    """Counts its calls, and computes by the count."""
+
+    def odd(self, y: Tensor) -> Tensor:
+        self.step += 10
+        return y * 0.9**self.step
+
+
 class Shared(Odd):
     """Two places hold one buffer."""
 
@@ -192,6 +200,18 @@ class Draws(Odd):
         return y * random.random() * np.random.standard_normal()
 
 
+class DrawsItsOwn(Odd):
+    """Draws from generators of its own."""
+
+    def prepare(self) -> None:
+        self.torch = torch.Generator().manual_seed(1)
+        self.numpy, self.python = np.random.default_rng(2), random.Random(3)
+
+    def odd(self, y: Tensor) -> Tensor:
+        kept = torch.rand(y.shape, generator=self.torch) < 0.5
+        return y * kept * self.numpy.standard_normal() * self.python.random()
+
+
 class Nested(Odd):
     """Tensors come in a mapping of lists, and one weight is shared by all blocks."""
 
@@ -273,7 +293,7 @@ def trained(
     "block",
     [
         *(ZeroMean, Later, Assigned, Codebook, Shared, Overlapping, Made, Sparse),
-        *(Draws, Nested, Fills, Packed, Same, Trees),
+        *(Draws, DrawsItsOwn, Nested, Fills, Packed, Same, Trees, Anneals),
     ],
 )
 def test_bitwise_as_without(block: type[Odd], config: str) -> None:

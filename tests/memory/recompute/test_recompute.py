@@ -5,17 +5,20 @@ from __future__ import annotations
 import pickle
 import random
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from slipstream.memory import recompute
 from slipstream.strategy import BudgetConfig, EveryConfig, RecomputeConfig
 from tests.memory.models import (
     MODELS,
     Backwards,
+    Block,
     Blocks,
     Case,
     Twice,
@@ -106,6 +109,60 @@ class PythonRandom(Blocks):
         return x
 
 
+class OwnRandom(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def between(self, number: int, x: Tensor) -> Tensor:
+        if number == 2:
+            torch.rand((), generator=self.generator)
+        return x
+
+
+class PartlyAutocast(Blocks):
+    """Computes the first two blocks under autocast."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            with torch.autocast("cpu", torch.bfloat16, enabled=number < 2):
+                x = block(x, scale=self.scale)
+        return F.cross_entropy(self.head(x), y)
+
+
+class Told(Block):
+    """Gets an object, and writes into it."""
+
+    def forward(self, x: Tensor, scale: Any = None) -> Tensor:
+        told = vars(scale) if isinstance(scale, SimpleNamespace) else scale
+        told["calls"] += 1
+        return super().forward(x * (1 + told["layer"] // 2))
+
+
+class Telling(Blocks):
+    """Tells blocks by an argument, which it changes, where they are."""
+
+    told: type = dict
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Told(6) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x, told = self.first(x), self.told(layer=0, calls=0)
+        for number, block in enumerate(self.blocks):
+            if number == 2:
+                fields = told if isinstance(told, dict) else vars(told)
+                fields["layer"] = number
+            x = block(x, scale=told)
+        return F.cross_entropy(self.head(x), y)
+
+
+class TellingByObject(Telling):
+    told = SimpleNamespace
+
+
 @pytest.mark.parametrize(
     ("build", "regions"),
     [
@@ -113,14 +170,19 @@ class PythonRandom(Blocks):
         (InPlace, (("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"))),
         (Random, (("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"))),
         (PythonRandom, (("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"))),
+        (OwnRandom, (("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"))),
+        (PartlyAutocast, (("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"))),
+        (Telling, (("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"))),
+        (TellingByObject, (("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"))),
         (Backwards, (("blocks.3", "blocks.2", "blocks.1"), ("blocks.0",))),
         (Twice, (("blocks.0", "blocks.1", "blocks.2"), ("blocks.3",))),
     ],
 )
 def test_regions_end_where_code_between_blocks_computes(build: Any, regions: Any) -> None:
     case = Case(build, rows, "blocks.*", 4)
-    found = trained(case, EveryConfig(every=3))
-    assert_same(found, trained(case, None))
+    plain = trained(case, None)
+    assert_same(trained(case, EveryConfig(every=3)), plain)
+    assert_same(trained(case, EveryConfig(every=1)), plain)
     model = case.build().train()
     recomputed = recompute(model, EveryConfig(every=3))
     case.loss(model, rows(0)).backward()

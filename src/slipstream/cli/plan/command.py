@@ -132,7 +132,7 @@ def _speed(trace: Path | None, cluster: Path | None) -> Speed | None:
         return None
     if trace is None or cluster is None:
         raise StrategyError("--trace and --cluster go together: give both, or neither")
-    forecast = Forecast.of(chrome.read(trace), NetworkProfile.load(cluster))
+    forecast = Forecast.elsewhere(chrome.read(trace), NetworkProfile.load(cluster))
     if forecast.base.memory.recompute is not None:
         raise StrategyError(
             f"--trace {trace}: activations were recomputed in it; record one with memory.recompute "

@@ -200,8 +200,9 @@ def optimizer_bytes(optimizer: Optimizer) -> int:
         # The plain implementation, as the others accept only certain devices.
         plain = dict.fromkeys({"fused", "foreach", "capturable"} & group.keys(), False)
         groups.append({**group, **plain, "params": on_meta})
+    given = {"lr": groups[0]["lr"]} if "lr" in groups[0] else {}
     try:
-        meta_optimizer = type(optimizer)(groups, lr=groups[0]["lr"])  # type: ignore[call-arg]
+        meta_optimizer = type(optimizer)(groups, **given)
         meta_optimizer.step()
     except (NotImplementedError, RuntimeError, TypeError) as error:
         raise ModelError(

@@ -22,8 +22,8 @@ from slipstream.memory.recompute import selective
 from slipstream.memory.recompute.block_dataflow import Call, Link
 from slipstream.memory.recompute.budget import Region, RegionParts
 from slipstream.memory.recompute.buffers import BufferReplay
-from slipstream.memory.recompute.module_state import StateReplay
-from slipstream.memory.recompute.rng_state import RngReplay
+from slipstream.memory.recompute.module_state import StateReplay, modules_in
+from slipstream.memory.recompute.rng_state import RngReplay, generators_of
 from slipstream.strategy.memory import KeptOperation
 
 _PLACEHOLDER = torch.empty(0)
@@ -109,8 +109,9 @@ class RegionLayout:
                 return self._run(region, first_run.pop())
             return self._run(region, form.with_tensors(saved[number] for number in numbers))
 
+        contexts = partial(self._contexts, region, call.objects)
         outputs: list[Any] = checkpoint(
-            run, *distinct.values(), use_reentrant=False, context_fn=partial(self._contexts, region)
+            run, *distinct.values(), use_reentrant=False, context_fn=contexts
         )
         return outputs
 
@@ -130,13 +131,13 @@ class RegionLayout:
         return outputs
 
     def _contexts(
-        self, region: Region
+        self, region: Region, objects: Sequence[object]
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Contexts of the first run of a region, and of its recomputation."""
         modules = [self.modules[name] for name in self.names(region)]
         if region not in self._buffer_replays:  # one a region: it remembers unchanged masks
             self._buffer_replays[region] = BufferReplay(modules)
-        state, rng = StateReplay(modules), RngReplay()
+        state, rng = StateReplay(modules, objects), RngReplay(generators_of(modules_in(modules)))
         contexts = [(state.record(), state), self._buffer_replays[region].contexts()]
         contexts.append((rng.record(), rng))
         if self.keep:

@@ -15,7 +15,8 @@ from slipstream.memory.forward_override import Forward
 from slipstream.memory.recompute.block_dataflow import Call
 from slipstream.memory.recompute.budget import BlockCost
 from slipstream.memory.recompute.buffers import SubstituteBuffers, buffers_of
-from slipstream.memory.recompute.rng_state import RngReplay
+from slipstream.memory.recompute.module_state import settings_kept
+from slipstream.memory.recompute.rng_state import RngReplay, generators_of
 from slipstream.pytree import tensors
 
 T = TypeVar("T")
@@ -53,10 +54,13 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 def measure(module: nn.Module, forward: Forward, call: Call) -> BlockCost:
     """Run forward and backward of ``module`` on copies of ``call`` a few times; take medians.
 
-    Bytes are counted in a run before. Gradients, buffers and random states do not change.
+    Bytes are counted in a run before. Gradients, buffers, settings (`StateReplay`) and random
+    states do not change.
     """
     device = next((tensor.device for tensor in call.tensors), torch.device("cpu"))
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), RngReplay():
+    devices = [device] if device.type == "cuda" else []
+    rng = RngReplay(generators_of(module.modules()))
+    with torch.random.fork_rng(devices), rng, settings_kept(module):
         output_bytes, saved_bytes = _count_bytes(module, forward, call)
         runs = [_time_run(module, forward, call, device) for _ in range(RUNS)]
     forwards, backwards = zip(*runs, strict=True)

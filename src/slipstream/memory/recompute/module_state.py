@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from slipstream.errors import UsageError
 
 _SCALARS = frozenset((bool, int, float, str, type(None)))
-Settings = list[tuple[nn.Module, dict[str, Any]]]
+Settings = list[tuple[object, dict[str, Any]]]
 
 
 class _Kept(NamedTuple):
@@ -34,9 +34,10 @@ class StateReplay:
     """A context for recomputation; `record` wraps the first run.
 
     Settings are numbers, strings, flags and None in the attributes of a module, such as
-    ``training``: those from before the first run hold inside, and what recomputation changes is
-    undone. Parameters are those of the first run, whatever the module has since: others under
-    ``functional_call``, or ones that were assigned later.
+    ``training``, or of one of ``objects``, which a model hands to its blocks: those from before the
+    first run hold inside, and what recomputation changes is undone. Parameters are those of the
+    first run, whatever the module has since: others under ``functional_call``, or ones that were
+    assigned later.
 
     Raises:
         UsageError: on entry, a parameter was changed in place since.
@@ -54,8 +55,8 @@ class StateReplay:
         1.0
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
+    def __init__(self, modules: Sequence[nn.Module], objects: Sequence[object] = ()) -> None:
+        self._modules, self._objects = modules, objects
         self._settings: Settings = []
         self._kept: list[_Kept] = []
         self._outside: Settings = []
@@ -64,18 +65,19 @@ class StateReplay:
     @contextmanager
     def record(self) -> Iterator[None]:
         """Wrap the first run. Parameters are looked at when it ends, as they may come late."""
-        self._settings = _settings(modules_in(self._modules))
+        modules = modules_in(self._modules)
+        self._settings = _settings([*modules, *self._objects])
         yield
         self._kept = [
             _Kept(m, name, p, p.detach(), _version(p), p.requires_grad)
-            for m, _ in self._settings
+            for m in modules
             for name, p in m._parameters.items()
             if p is not None
         ]
 
     def __enter__(self) -> None:
         self._check_unchanged()
-        self._outside, self._replaced = _settings(module for module, _ in self._settings), []
+        self._outside, self._replaced = _settings(one for one, _ in self._settings), []
         _restore(self._settings)
         for kept in self._kept:
             now = kept.module._parameters.get(kept.name)
@@ -105,6 +107,16 @@ class StateReplay:
                 )
 
 
+@contextmanager
+def settings_kept(module: nn.Module) -> Iterator[None]:
+    """Undo what a run changes in the settings of a module and of all modules in it."""
+    before = _settings(modules_in([module]))
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
 def modules_in(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """These modules and all inside of them, each once; ten times as fast as ``modules()``."""
     found: dict[nn.Module, None] = {}
@@ -117,16 +129,16 @@ def modules_in(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return [*found]
 
 
-def _settings(modules: Iterable[nn.Module]) -> Settings:
+def _settings(owners: Iterable[object]) -> Settings:
     return [
-        (module, {k: value for k, value in vars(module).items() if type(value) in _SCALARS})
-        for module in modules
+        (owner, {k: value for k, value in vars(owner).items() if type(value) in _SCALARS})
+        for owner in owners
     ]
 
 
 def _restore(settings: Settings) -> None:
-    for module, before in settings:
-        now = vars(module)
+    for owner, before in settings:
+        now = vars(owner)
         for name, value in before.items():
             if now.get(name, before) is not value:
                 now[name] = value

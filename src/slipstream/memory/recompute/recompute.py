@@ -31,9 +31,9 @@ def recompute(
     """Recompute activations of ``model`` in backward, as ``config`` says, from now on.
 
     Built on ``torch.utils.checkpoint``. Recomputation runs under the same autocast and with the
-    same random numbers (of torch, ``random`` and ``numpy.random``), and buffers such as running
-    statistics are updated once. Parameters and settings of modules are those of the forward
-    (`StateReplay`). Exactness: bitwise.
+    same random numbers (of torch, ``random``, ``numpy.random`` and generators that modules have),
+    and buffers such as running statistics are updated once. Parameters and settings of modules are
+    those of the forward (`StateReplay`). Exactness: bitwise.
 
     Regions of several blocks and budgets are chosen at the end of the first forward with gradients,
     from how the model passes tensors between blocks and from measured costs. Until the next forward

@@ -21,6 +21,7 @@ from slipstream.memory.recompute.budget import (
 )
 from slipstream.memory.recompute.chain import Chain
 from slipstream.memory.recompute.measure import measure
+from slipstream.memory.recompute.rng_state import generators_of
 from slipstream.strategy.memory import BudgetBytesConfig, BudgetConfig, EveryConfig
 
 PlannedConfig = EveryConfig | BudgetConfig | BudgetBytesConfig
@@ -61,7 +62,7 @@ class RegionPlanner:
         config: PlannedConfig,
         agree: Callable[[Decision], Decision],
     ) -> None:
-        self._chain, self._config, self._agree = chain, config, agree
+        self._model, self._chain, self._config, self._agree = model, chain, config, agree
         self._in_forward = False  # of the model, as opposed to calls of blocks from elsewhere
         self.prediction: RegionPrediction | None = None
         self._reset()
@@ -70,7 +71,7 @@ class RegionPlanner:
         self._override = ForwardOverride(model, self._forward)
 
     def _reset(self) -> None:
-        self._recorder = DataflowRecorder()
+        self._recorder = DataflowRecorder(generators_of(self._model.modules()))
         self._costs: list[BlockCost] = []
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Replay the random numbers of Python and numpy when a region runs again.
+"""Replay the random numbers of Python, numpy and modules' own generators when a region runs again.
 
-Those of torch are replayed by ``torch.utils.checkpoint``.
+Those of torch's global generators are replayed by ``torch.utils.checkpoint``.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ import ctypes
 import pickle
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
 RngState = tuple[tuple[Any, ...], bytes]
+Generator = torch.Generator | random.Random | np.random.Generator
 
 
 def get_rng_state() -> RngState:
@@ -32,13 +35,38 @@ def set_rng_state(state: RngState) -> None:
     np.random.set_state(pickle.loads(state[1]))
 
 
+def generators_of(modules: Iterable[nn.Module]) -> list[Generator]:
+    """Generators that modules have among their attributes; torch's own layers have none."""
+    own = (module for module in modules if not type(module).__module__.startswith("torch.nn."))
+    found = (v for module in own for v in vars(module).values() if isinstance(v, Generator))
+    return [*dict.fromkeys(found)]
+
+
+def state_of(generator: Generator) -> Any:
+    """State of a generator; equal until a number is drawn."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return pickle.dumps(generator.bit_generator.state)
+
+
+def _set_state(generator: Generator, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.bit_generator.state = pickle.loads(state)
+
+
 class RngReplay:
-    """A context in which the generators restart from their state at construction.
+    """A context in which the generators restart from their state at construction: the global ones
+    of Python and numpy, and ``own``.
 
     It may be entered any number of times; on exit the generators continue from where they were
     before. If the run under `record` drew no numbers (the usual case), later entries leave the
-    generators alone. Generator objects (``random.Random``, ``numpy.random.default_rng()``) are not
-    replayed. Exactness: bitwise.
+    generators alone. Exactness: bitwise.
 
     Example:
         >>> replay = RngReplay()
@@ -50,9 +78,11 @@ class RngReplay:
         True
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own: Sequence[Generator] = ()) -> None:
         self._start: RngState | None = get_rng_state()
         self._outside: RngState | None = None
+        self._own = [(generator, state_of(generator)) for generator in own]
+        self._own_outside: list[tuple[Generator, Any]] = []
 
     @contextmanager
     def record(self) -> Iterator[None]:
@@ -60,13 +90,19 @@ class RngReplay:
         yield
         if get_rng_state() == self._start:
             self._start = None
+        self._own = [(one, start) for one, start in self._own if state_of(one) != start]
 
     def __enter__(self) -> None:
+        self._own_outside = [(generator, state_of(generator)) for generator, _ in self._own]
+        for generator, start in self._own:
+            _set_state(generator, start)
         if self._start is not None:
             self._outside = get_rng_state()
             set_rng_state(self._start)
 
     def __exit__(self, *_: object) -> None:
+        for generator, outside in self._own_outside:
+            _set_state(generator, outside)
         if self._outside is not None:
             set_rng_state(self._outside)
             self._outside = None

@@ -14,7 +14,8 @@ the order in which stages run.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -126,7 +127,9 @@ class Pipeline:
         For a loss that is a mean over samples, gradients are those of one backward of
         ``scale * loss_fn(model(*args, **kwargs), target)``; gradients of parameters on several
         stages are summed over them. Exactness: reordered; batch norm and other layers that depend
-        on the whole batch see a micro-batch. Collective; every rank passes the same batch.
+        on the whole batch see a micro-batch, and on several ranks dropout draws other numbers;
+        ranks that drew the same numbers of torch before do so afterwards.
+        Collective; every rank passes the same batch.
 
         Args:
             loss_fn: of the model's output and the target; called on the last stage.
@@ -140,9 +143,9 @@ class Pipeline:
 
         Raises:
             StrategyError: a batch that does not split into equal micro-batches.
-            ModelError: on every rank, in the first call or one with new shapes: a split point where
-                more than one tensor flows, modules that run out of order, a loss that is not a
-                scalar, or an error of the model itself.
+            ModelError: on every rank, in the first call or one with new shapes or other autocast: a
+                split point where more than one tensor flows, modules that run out of order, a loss
+                that is not a scalar, or an error of the model itself.
             Exception: in later calls, what a stage of this rank raised, with a note of the place.
             ExchangeError: another rank's stage has failed; at the latest after the group's timeout.
             UsageError: the pipeline is closed or has failed, or gradients are disabled.
@@ -232,9 +235,12 @@ class Pipeline:
             )
 
     def _set_up(self, loss_fn: LossFn, batch: MicroBatch) -> None:
-        """If shapes are new, infer what stages send, and build torch's stages and schedule."""
+        """If shapes or autocast are new, infer what stages send, and build torch's stages and
+        schedule."""
         flags = "".join(str(int(p.requires_grad)) for p in self.model.parameters())
-        signature = f"{batch.signature()}, requires_grad {flags}"
+        kind = self._device.type
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        signature = f"{batch.signature()}, requires_grad {flags}, autocast {autocast or 'off'}"
         if signature == self._signature:
             return
         self._agree({"the first micro-batch": signature}, None)
@@ -277,7 +283,17 @@ class Pipeline:
                 self._schedule(micro_batch=torch.tensor([number])).backward()
         elif self._schedule is not None:
             numbers = torch.arange(self.micro_batches)
-            self._schedule.step(target=numbers, return_outputs=False, micro_batch=numbers)
+            with self._random_numbers_in_step():
+                self._schedule.step(target=numbers, return_outputs=False, micro_batch=numbers)
+
+    @contextmanager
+    def _random_numbers_in_step(self) -> Iterator[None]:
+        """Let ranks that drew the same random numbers before do so again afterwards, however many
+        the dropout of a stage takes: else their loaders would come to shuffle differently."""
+        drawn = int(torch.randint(2**31 - 1, (), device="cpu"))
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+            torch.manual_seed(drawn)  # else the next batch would get almost the same ones
+            yield
 
     def _mean_loss(self) -> torch.Tensor:
         """The mean loss, from the rank of the last stage."""

@@ -24,7 +24,8 @@ def vocabulary_cross_entropy(
     """``torch.nn.functional.cross_entropy`` of logits that are split along their last axis.
 
     With ``m`` the largest logit, ``loss = log(sum_v exp(x_v - m)) - (x_target - m)``: two
-    collectives of one and two values a row, instead of a gather of all logits.
+    collectives of one and two values a row, instead of a gather of all logits. Under autocast in
+    fp32, as torch's.
 
     Args:
         logits: this rank's columns, ``[..., v]``, the output of a column layer without ``gather``.
@@ -55,6 +56,8 @@ def vocabulary_cross_entropy(
             f"{list(target.shape)}; allowed: {list(expected)}, its share of {vocabulary} words, "
             "at least one a rank"
         )
+    if torch.is_autocast_enabled(logits.device.type) and logits.itemsize < 4:
+        logits = logits.float()
     counted = target != ignore_index
     outside = target[counted & ((target < 0) | (target >= vocabulary))]
     if outside.numel():
