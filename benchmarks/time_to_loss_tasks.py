@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.local import Residual, small_gpt2
+from benchmarks.local_tasks import Residual, small_gpt2
 from examples import data
 
 VOCABULARY, LENGTH, WIDTH = 1024, 32, 64

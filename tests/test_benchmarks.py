@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +15,20 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import __main__ as bench, accelerator, auto, baselines, faults, time_to_loss
+from benchmarks import (
+    __main__ as bench,
+    accelerator,
+    auto,
+    baselines,
+    exchange,
+    faults,
+    time_to_loss,
+)
 from benchmarks.pages import PASSAGE, RESULTS, ROOT, filled, pages, rendered, results
 from benchmarks.quotes import QUOTES, Results
 from benchmarks.tables import TABLES
 from examples import models
+from slipstream.cluster.listen import open_store
 from slipstream.version import __version__
 from tests.harness.ranks import Ranks
 
@@ -122,26 +130,30 @@ def test_what_the_host_does_meanwhile_is_hidden_and_a_wait_is_not(monkeypatch) -
 # The exchange.
 
 
-def result_of(module: str, options: str, folder: Path) -> dict[str, Any]:
-    """What a benchmark writes."""
-    results = folder / "results.json"
-    command = [sys.executable, "-m", f"benchmarks.{module}", *options.split()]
-    command += ["--json", str(results)]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def on_this_rank(main: Callable[[], int], options: str) -> int:
+    """Run a benchmark as one of its ranks; its exit status."""
+    sys.argv = [main.__module__, *options.split()]
+    return main()
+
+
+def result_of(main: Callable[[], int], options: str, folder: Path) -> dict[str, Any]:
+    """What a benchmark on two ranks writes, which are started as by a launcher."""
+    results, store = folder / "results.json", open_store("127.0.0.1", 0)
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
+    words = f"{options} --nodes 2 --json {results}"
+    with Ranks(2) as two:
+        ended = two.run(on_this_rank, main, words, connect=False, env=agent, timeout=280)
+    assert ended == [0, 0]
     found: dict[str, Any] = json.loads(results.read_text())
     return found
 
 
 @pytest.mark.timeout(300)
 def test_exchange_beside_an_accelerator_compares_all_rivals(tmp_path: Path) -> None:
-    options = "--model resnet-small --loopback --nodes 2 --rounds 2 --warmup 0"
+    options = "--model resnet-small --loopback --rounds 2 --warmup 0"
     options += " --compute accelerator --compute-seconds 0.2 --ddp 2 --fsdp keep --zero 2"
     options += " --splits default --transports flat direct"
-    entry = result_of("exchange", options, tmp_path)
+    entry = result_of(exchange.main, options, tmp_path)
     assert entry["compute"] == "accelerator"
     rows = {row["name"].removesuffix(" (DDP, best)"): row for row in entry["rows"]}
     assert list(rows) == [
@@ -154,20 +166,11 @@ def test_exchange_beside_an_accelerator_compares_all_rivals(tmp_path: Path) -> N
     assert all(f"| {row['name']} |" in written for row in entry["rows"])
 
 
-def on_this_rank(options: str) -> int:
-    """Run the benchmark ``auto``; its exit status."""
-    sys.argv = ["auto", *options.split()]
-    return auto.main()
-
-
 @pytest.mark.timeout(300)
 def test_auto_is_measured_against_every_choice(tmp_path: Path) -> None:
-    results = tmp_path / "results.json"
-    options = "--model resnet-small --ranks-on-one-host --nodes 2 --rounds 1 --finals 2"
-    options += f" --updates 24 --more 1 --splits single --json {results}"
-    with Ranks(2) as two:  # as its own launcher would start them
-        assert two.run(on_this_rank, options, connect=False, timeout=280) == [0, 0]
-    entry = json.loads(results.read_text())
+    options = "--model resnet-small --ranks-on-one-host --rounds 1 --finals 2"
+    options += " --updates 24 --more 1 --splits single"
+    entry = result_of(auto.main, options, tmp_path)
     assert entry["updates"] <= 24
     assert entry["kept"] in entry["seconds"]
     assert {"single", "single, shared_memory", "single, no overlap"} < set(entry["seconds"])

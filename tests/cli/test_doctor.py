@@ -39,32 +39,15 @@ def slipstream(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-WAYS = {  # alone: test_tune.py
-    "under a launcher": (
-        ["launch", "--nproc", "2", "-m", "slipstream"],
-        NETWORK,
-        (2, 1, 2),
-        {"world"},
-    ),
-    "on emulated hosts": (
-        [],
-        [*NETWORK, "--nodes", "2", "--ranks-per-node", "2", "--rate", "1gbit"],
-        (4, 2, 2),
-        {"world", "intra", "inter"},
-    ),
-}
-
-
-@pytest.mark.parametrize(("before", "words", "shape", "kinds"), WAYS.values(), ids=WAYS)
-def test_it_measures_draws_and_saves(tmp_path: Path, before, words, shape, kinds) -> None:
-    if "--nodes" in words and _reason is not None:
-        pytest.skip(_reason)
-    ran = slipstream(tmp_path, *before, *words)
+@pytest.mark.skipif(_reason is not None, reason=str(_reason))
+def test_it_measures_draws_and_saves_on_emulated_hosts(tmp_path: Path) -> None:
+    """There, ranks have a launcher; alone on this host: test_tune.py."""
+    ran = slipstream(tmp_path, *NETWORK, "--nodes", "2", "--ranks-per-node", "2", "--rate", "1gbit")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     found = NetworkProfile.load(tmp_path / "cluster.yaml")
-    assert (found.world_size, found.hosts, found.ranks_per_host) == shape
-    assert found.networks.keys() == kinds
-    for kind in kinds:
+    assert (found.world_size, found.hosts, found.ranks_per_host) == (4, 2, 2)
+    assert found.networks.keys() == {"world", "intra", "inter"}
+    for kind in found.networks:
         assert f"{kind}: {found.networks[kind].ranks} ranks" in ran.stdout
     assert "all-gather" in ran.stdout
     assert "written to cluster.yaml" in ran.stdout
@@ -107,6 +90,38 @@ def test_mistakes_are_reported_before_anything_starts(
     out, err = capfd.readouterr()
     assert (ended.value.code, out) == (2, "")
     assert said in " ".join(err.replace("│", "").split())
+    assert os.listdir(tmp_path) == []
+
+
+class Became(Exception):
+    """Which program this process is now."""
+
+
+@pytest.mark.parametrize(
+    ("words", "module", "said"),
+    [
+        (["network", "--seconds", "2"], command.MEASURE, {"file": "cluster.yaml", "seconds": 2.0}),
+        (["links", "--seconds", "2"], command.LINKS, {"seconds": 2.0, "as_text": True}),
+    ],
+    ids=["network", "links"],
+)
+def test_under_a_launcher_it_becomes_the_rank_that_measures(
+    tmp_path: Path, monkeypatch, words: list[str], module: str, said: dict[str, object]
+) -> None:
+    def become(*program: object) -> None:
+        raise Became(*program)
+
+    monkeypatch.chdir(tmp_path)
+    rank = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in rank.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "execv", become)
+    monkeypatch.setattr(sys, "argv", ["slipstream", "doctor", *words])
+    with pytest.raises(Became) as became:
+        main.main()
+    program, argv = became.value.args
+    assert (program, argv[:-1]) == (sys.executable, [sys.executable, "-m", module])
+    assert said.items() <= json.loads(argv[-1]).items()
     assert os.listdir(tmp_path) == []
 
 

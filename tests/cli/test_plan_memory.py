@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slipstream.cli.plan import count
-from slipstream.cli.plan.memory import OPTIMIZERS, parse_bytes
+from slipstream.cli.plan.memory import OPTIMIZERS, by_technique, parse_bytes
 from slipstream.errors import ModelError, StrategyError
 from slipstream.memory import Estimate
 from slipstream.planner.iteration.plan import CommPlan
@@ -112,7 +112,7 @@ def test_the_numbers_of_a_users_model_and_a_trace_tells_how_fast_larger_batches_
         expected = 4 * way["batch"] / predict(own, plan, network)
         assert way["samples_per_second"] == pytest.approx(expected, rel=0.05)
     assert ways["recompute all + offload"]["samples_per_second"] is None
-    assert "samples/s" in _run(*options, *files)
+    assert "samples/s" in [column.header for column in by_technique(found, "").columns]
 
 
 @pytest.mark.process

@@ -75,11 +75,16 @@ def every_codec() -> dict[str, tuple[str, str, float]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def on_four(four) -> list[dict[str, tuple[str, str, float]]]:
+    """What each of four ranks finds of every codec."""
+    return four.run(every_codec)
+
+
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_codec_trains_several_buckets_alike_on_all_ranks(four, world) -> None:
-    if world == 4:
-        results = four.run(every_codec)
-    else:
+def test_every_codec_trains_several_buckets_alike_on_all_ranks(on_four, world) -> None:
+    results = on_four
+    if world == 2:
         with Ranks(2) as two:
             results = two.run(every_codec)
     for name in CODECS:
@@ -88,8 +93,8 @@ def test_every_codec_trains_several_buckets_alike_on_all_ranks(four, world) -> N
         assert results[0][name][2] < NEAR[name], name
 
 
-def test_a_state_goes_on_bit_for_bit(four) -> None:
-    for found in four.run(every_codec):
+def test_a_state_goes_on_bit_for_bit(on_four) -> None:
+    for found in on_four:
         for name, (whole, again, _) in found.items():
             assert whole == again, name
 

@@ -35,13 +35,13 @@ def train(name: str, codec: str) -> tuple[str, float]:
     split, accumulate = ("per_gradient", 1) if dist.get_world_size() == 2 else ("single", 2)
     settings = {"split": split, "codec": CODECS[codec]}
     model = reference.accelerated(MODELS[name], "sgd", 3, accumulate, settings)
-    dense, start = without_codec(name, 3, accumulate), without_codec(name, 0, accumulate)
+    dense, start = without_codec(name, accumulate), reference.build(MODELS[name])
     return reference.digest(model), apart(model, dense, start)
 
 
 @cache
-def without_codec(name: str, steps: int, accumulate: int) -> nn.Module:
-    return reference.accelerated(MODELS[name], "sgd", steps, accumulate, {})
+def without_codec(name: str, accumulate: int) -> nn.Module:
+    return reference.accelerated(MODELS[name], "sgd", 3, accumulate, {})
 
 
 def train_half_of_the_models(codec: str) -> dict[str, tuple[str, float]]:

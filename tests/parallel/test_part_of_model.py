@@ -204,8 +204,9 @@ def fails(kind: str, error: type[BaseException]) -> None:
     raise RuntimeError("done")
 
 
-@pytest.mark.parametrize("error", [Stopped, KeyboardInterrupt])
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    ("kind", "error"), [*zip(CONFIGS, (Stopped, KeyboardInterrupt), strict=True)], ids=[*CONFIGS]
+)
 def test_a_rank_that_left_a_backward_pass_goes_no_further(
     two: Ranks, kind: str, error: type[BaseException]
 ) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream.planner.progress.calibration import LossCalibration, LossRun
-from slipstream.planner.progress.time_to_loss import LossForecast
 from slipstream.report import losses as section
-from slipstream.report.losses import losses, losses_plot
 
 pytest.importorskip("plotly")
 
@@ -25,10 +23,14 @@ def calibration() -> LossCalibration:
     )
 
 
-def test_each_strategy_has_a_line_in_its_band_and_dots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(section, "POINTS", 10)  # each of a larger batch takes long
-    forecast = LossForecast(calibration())
-    figure = losses_plot(forecast, forecast.timed(), 5 * 7200.0)
+def test_each_strategy_has_a_line_in_its_band_and_dots(monkeypatch) -> None:
+    figures, plot = [], section.losses_plot
+    monkeypatch.setattr(section, "POINTS", 12)  # a point of a larger batch takes 0.1 s
+    monkeypatch.setattr(
+        section, "losses_plot", lambda *given: figures.append(plot(*given)) or figures[-1]
+    )
+    written = section.losses(calibration())
+    [figure] = figures
     bands = [one for one in figure["data"] if one.get("fill")]
     lines = [one for one in figure["data"] if one["mode"] == "lines" and not one.get("fill")]
     dots = [one for one in figure["data"] if one["mode"] == "markers"]
@@ -40,7 +42,6 @@ def test_each_strategy_has_a_line_in_its_band_and_dots(monkeypatch: pytest.Monke
         assert line["y"] == sorted(line["y"], reverse=True)
     assert dots[0]["x"][-1] == pytest.approx(2.0, rel=0.1)  # hours: 120 updates of a minute
     assert figure["layout"]["xaxis"]["title"]["text"] == "hours"
-    written = losses(calibration())
     assert "Loss over time" in written
     assert "60 s" in written
     assert 'id="plot-losses"' in written

@@ -149,8 +149,8 @@ def each(check: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> None:
             raise AssertionError(f"{check.__name__}{case}: {error}") from error
 
 
-def test_parameters_and_state_are_those_of_the_whole_update(ranks: Ranks) -> None:
-    ranks.run(each, compare, [(name,) for name in OPTIMIZERS])
+def test_parameters_and_state_are_those_of_the_whole_update(three: Ranks) -> None:
+    three.run(each, compare, [(name,) for name in OPTIMIZERS])
 
 
 def compare_blocks(name: str) -> None:

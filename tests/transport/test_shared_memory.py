@@ -198,5 +198,5 @@ def silent() -> str:
     return text
 
 
-def test_a_silent_rank_is_waited_for_as_long_as_the_group_waits(ranks: Ranks) -> None:
-    assert re.search(r"rank [12] of this host was silent for 5 s", ranks.run(silent)[0])
+def test_a_silent_rank_is_waited_for_as_long_as_the_group_waits(three: Ranks) -> None:
+    assert re.search(r"rank [12] of this host was silent for 5 s", three.run(silent)[0])

@@ -154,9 +154,13 @@ def test_a_trace_that_explains_nothing_leaves_the_default(two: Ranks) -> None:
         assert state["split"]["kind"] == "by_bytes"
 
 
-def test_a_resumed_run_begins_with_the_chosen_split(two: Ranks) -> None:
-    before = two.run(train, LAST, OPTIMAL, (3, 11), timeout=60)[0]
-    state = before[3]
+@pytest.fixture(scope="module")
+def state(two: Ranks) -> Any:
+    """That of a run which has chosen."""
+    return two.run(train, LAST, OPTIMAL, (3, 11), timeout=60)[0][3]
+
+
+def test_a_resumed_run_begins_with_the_chosen_split(two: Ranks, state: Any) -> None:
     answers = two.run(train, 2, OPTIMAL, (5, 11), (1.0, 1.0), state, timeout=60)
     for seen, _, report, again in answers:
         assert [[len(names) for names in cuts] for cuts in seen] == [[4, 8]] * 2
@@ -176,9 +180,8 @@ def test_the_trace_that_the_user_asked_for_comes_after_the_choice(
 
 
 def test_the_trace_that_the_user_asked_for_comes_after_a_resume_too(
-    two: Ranks, tmp_path: Path
+    two: Ranks, state: Any, tmp_path: Path
 ) -> None:
-    state = two.run(train, LAST, OPTIMAL, (3, 11), timeout=60)[0][3]
     config = {"trace": {"steps": 2, "skip": 0, "folder": str(tmp_path)}}
     begin = FIRST + SETTLING  # behind what would have been the window of the search
     two.run(train, begin + 3, OPTIMAL | config, (5, 11), (1.0, 1.0), state, timeout=60)
