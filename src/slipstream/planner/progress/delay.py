@@ -42,8 +42,8 @@ MISFIT = 0.1
 """Part by which ``v`` may miss, where the course is another."""
 NOISE_POWER = 1 / 0.21
 """How fast noise grows: see the note."""
-POINTS, SEARCH = 48, 30
-"""Updates at which a ratio that changes is looked at; and halvings in the search for one."""
+POINTS, SEARCH = 48, 8
+"""Updates at which a ratio that changes is looked at; and steps of the search for one."""
 
 
 @dataclass(frozen=True)
@@ -197,13 +197,19 @@ class LargerBatch:
 
     def dense_for(self, updates: float | Array) -> Array:
         """Updates of data parallelism that its own are worth, of each draw."""
-        low = np.ones(DRAWS)
-        high = np.maximum(self.delay.dense_for(updates) * self.batches, low)
-        for _ in range(SEARCH):
-            middle = np.sqrt(low * high)
-            less = self.updates_for(middle) < updates
+        low = np.zeros(DRAWS)  # in logarithms, where it is nearly a line
+        high = np.log(np.maximum(self.delay.dense_for(updates) * self.batches, 1.0))
+        short, over = (np.log(self.updates_for(np.exp(end)) / updates) for end in (low, high))
+        before = np.zeros(DRAWS)
+        for _ in range(SEARCH):  # regula falsi, after Illinois
+            width = np.where(over > short, over - short, 1.0)
+            middle = low + (high - low) * np.clip(-short / width, 0.0, 1.0)
+            found = np.log(self.updates_for(np.exp(middle)) / updates)
+            less, again = found < 0, np.where(found * before > 0, 0.5, 1.0)
+            short, over = np.where(less, found, short * again), np.where(less, over * again, found)
+            before = found
             low, high = np.where(less, middle, low), np.where(less, high, middle)
-        return np.asarray(np.sqrt(low * high))
+        return np.exp(middle)
 
     def _ratios(self, losses: Array) -> Array:
         """Updates for one of data parallelism at these losses: a row a loss, a column a draw."""
