@@ -1,7 +1,8 @@
-"""Ranks for the files of tests that ask for them, started once a file."""
+"""Ranks for the files of tests that ask for them, started once a file; and what tests leave."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -25,3 +26,13 @@ def three() -> Iterator[Ranks]:
 def four() -> Iterator[Ranks]:
     with Ranks(4) as ranks:
         yield ranks
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """Put back those that a command, called in this process, has replaced."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in kept.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)

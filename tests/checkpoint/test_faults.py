@@ -359,6 +359,8 @@ def test_a_folder_that_another_run_uses_is_refused(two: Ranks, tmp_path: Path) -
     there = folders.Folder(tmp_path)
     claim = there.claim()
     assert claim is not None
+    assert there.claim() is claim  # a second session of this process
+    there.release(claim)
     there.temporary(7).mkdir()
     for error in two.fail(restored, str(tmp_path)).values():
         assert isinstance(error, CheckpointError)

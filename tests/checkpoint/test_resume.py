@@ -242,10 +242,19 @@ def test_a_generator_of_the_loader_goes_on_between_two_passes(tmp_path: Path) ->
         assert seen(session.loader) == second
 
 
-def epochs_seen(folder: Path, stop: int, prefetch: bool) -> list[tuple[int, list[int]]]:
+class OwnSampler(DistributedSampler[int]):
+    """Whose length is a hint alone."""
+
+
+def epochs_seen(
+    folder: Path,
+    stop: int,
+    prefetch: bool,
+    kind: type[DistributedSampler[int]] = DistributedSampler,
+) -> list[tuple[int, list[int]]]:
     """Epochs and batches of the loop in docs/checkpoints.md, until so many updates are done."""
     rows: Any = range(10)
-    loader = DataLoader(rows, 2, sampler=DistributedSampler(rows, 1, 0))
+    loader = DataLoader(rows, 2, sampler=kind(rows, 1, 0))
     found: list[tuple[int, list[int]]] = []
     strategy = {"data": {"prefetch": {"threads": True, "workers": 1}}} if prefetch else {}
     with opened(strategy, loader) as session:
@@ -263,14 +272,17 @@ def epochs_seen(folder: Path, stop: int, prefetch: bool) -> list[tuple[int, list
     return found
 
 
-@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize(
+    ("prefetch", "kind"),
+    [(False, DistributedSampler), (True, DistributedSampler), (False, OwnSampler)],
+)
 def test_a_run_that_ended_with_an_epoch_goes_on_with_the_next(
-    prefetch: bool, tmp_path: Path
+    prefetch: bool, kind: type[DistributedSampler[int]], tmp_path: Path
 ) -> None:
-    whole = epochs_seen(tmp_path / "whole", 20, prefetch)
+    whole = epochs_seen(tmp_path / "whole", 20, prefetch, kind)
     for stop in (5, 7, 10):
-        parted = tmp_path / str(stop)
-        assert epochs_seen(parted, stop, prefetch) + epochs_seen(parted, 20, prefetch) == whole
+        seen_until = epochs_seen(tmp_path / str(stop), stop, prefetch, kind)
+        assert seen_until + epochs_seen(tmp_path / str(stop), 20, prefetch, kind) == whole
 
 
 def test_the_end_of_an_epoch_is_kept_until_a_pass_begins(tmp_path: Path) -> None:
@@ -344,6 +356,32 @@ def test_errors_that_a_run_has_caught_do_not_end_the_one_that_goes_on(tmp_path: 
         Checkpoints(tmp_path).restore(session)
         with pytest.warns(UserWarning, match="among the 3 batches .* one raises ValueError"):
             assert seen(session.loader) == [[4], [5], [6], [7]]
+
+
+def test_an_error_that_ends_the_loader_is_raised_where_batches_are_skipped(tmp_path: Path) -> None:
+    fails = False
+
+    class Stream:
+        def __iter__(self) -> Iterator[int]:
+            for number in range(8):
+                if fails and number == 1:
+                    raise OSError("cannot be read now")
+                yield number
+
+    with opened({}, Stream()) as session:
+        saved, passed = Checkpoints(tmp_path), iter(session.loader)
+        assert [*islice(passed, 3)] == [0, 1, 2]
+        saved.save(session, wait=True)
+    with opened({}, Stream()) as session:
+        Checkpoints(tmp_path).restore(session)
+        fails = True
+        with (
+            pytest.warns(UserWarning, match="among the 3 batches"),
+            pytest.raises(OSError, match="cannot be read now"),
+        ):
+            next(iter(session.loader))
+        fails = False
+        assert [*session.loader] == [3, 4, 5, 6, 7]
 
 
 class OwnPlace:

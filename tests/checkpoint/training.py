@@ -199,10 +199,13 @@ def train(
                 loss = loss_of(session.model, words)
                 session.backward(loss)
                 losses.append(loss.detach())
+                skipped = session.skipped
                 if session.step():
                     done = session.updates
                     curve.add(done, torch.stack(losses).sum())
                     scheduler.step()
+                    losses.clear()
+                elif session.skipped > skipped:  # a life may begin behind it
                     losses.clear()
                 saved.step(session, every=every)
                 if done >= updates:

@@ -24,6 +24,7 @@ from slipstream.adapters.fsdp2_trace import FsdpTracer
 from slipstream.adapters.fsdp2_units import Unit, comm_of, compressor_of, units_of
 from slipstream.cluster.groups import new_group
 from slipstream.errors import StrategyError, UsageError
+from slipstream.optim.nested_step import around_all
 from slipstream.session.accelerate import strategy_of
 from slipstream.strategy import Strategy
 from slipstream.transport.consistency import agree
@@ -113,7 +114,7 @@ class FsdpExchange:
             # As torch's own hooks: a compiled model would trace it.
             model.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._begin())),
             optimizer.register_step_pre_hook(lambda *_: self.wait()),
-            optimizer.register_step_post_hook(lambda *_: self._updated()),
+            optimizer.register_step_post_hook(around_all(lambda *_: self._updated())),
         ]
 
     @property

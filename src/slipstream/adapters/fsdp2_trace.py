@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGatherComm
 
+from slipstream.optim.nested_step import around_all
 from slipstream.pytree import tensors
 from slipstream.session.tracing import batch_size
 from slipstream.strategy import Strategy
@@ -75,8 +76,8 @@ class FsdpTracer:
             # Before FSDP2's own, which gathers the parameters of the whole.
             model.register_forward_pre_hook(begins, prepend=True, with_kwargs=True),
             model.register_forward_hook(untraced(self._forward_ends)),
-            optimizer.register_step_pre_hook(lambda *_: self._update_begins()),
-            optimizer.register_step_post_hook(lambda *_: self._update_ends()),
+            optimizer.register_step_pre_hook(around_all(lambda *_: self._update_begins())),
+            optimizer.register_step_post_hook(around_all(lambda *_: self._update_ends())),
         ]
         self._iteration_begins()
 

@@ -26,6 +26,10 @@ MANIFEST = "manifest.json"
 IN_USE = "in-use"
 """A file that the process of a run has locked, and says who that is."""
 VERSION = 1
+ATTEMPTS = 100
+"""To lock that file, where others remove it meanwhile."""
+_HELD: dict[tuple[int, Path], tuple[IO[str], int]] = {}
+"""Files that a process has locked, which is this one or its parent, and how many hold each."""
 _NAME = re.compile(r"update-(\d{8,})(?:\.(\d+))?")
 _WRITING, _REMOVED, _BROKEN = "writing-", "removed-", "broken-"
 _LEFT = re.compile(rf"{_WRITING}\d{{8,}}|{_REMOVED}{_NAME.pattern}")
@@ -59,7 +63,12 @@ class Folder:
                 alone: it may be gone, which some file systems learn late.
         """
         path = self.path / IN_USE
-        while True:
+        here = os.getpid(), path
+        if here in _HELD:  # a lock is the process's: the first to close the file would drop it
+            file, holders = _HELD[here]
+            _HELD[here] = file, holders + 1
+            return file
+        for _ in range(ATTEMPTS):
             try:
                 file = path.open("a+")
             except OSError:  # it can be read alone
@@ -67,11 +76,12 @@ class Folder:
             try:
                 # of the process, not of the file: children that are forked do not hold it
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if path.exists() and os.fstat(file.fileno()).st_ino == path.stat().st_ino:
+                if _is_there(file, path):
                     with suppress(OSError):  # the disk is full
                         file.truncate(0)
                         file.write(f"{_boot()}\nprocess {os.getpid()} on {platform.node()}")
                         file.flush()
+                    _HELD[here] = file, 1
                     return file
                 file.close()  # removed meanwhile
             except BlockingIOError:
@@ -93,11 +103,17 @@ class Folder:
             except OSError:
                 file.close()
                 return None
+        return None
 
     def release(self, claim: IO[str]) -> None:
-        """Leave the folder to others."""
+        """Leave the folder to others, unless another holder in this process still uses it."""
+        path = self.path / IN_USE
+        _, holders = _HELD.pop((os.getpid(), path), (claim, 1))
+        if holders > 1:
+            _HELD[os.getpid(), path] = claim, holders - 1
+            return
         with suppress(OSError):
-            (self.path / IN_USE).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         with suppress(OSError):  # what a full disk has not taken
             claim.close()
 
@@ -257,3 +273,11 @@ def _sync(folder: Path) -> None:
         pass
     finally:
         os.close(handle)
+
+
+def _is_there(file: IO[str], path: Path) -> bool:
+    """Whether an open file is the one of that name, which nobody has removed meanwhile."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

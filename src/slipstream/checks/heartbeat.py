@@ -100,6 +100,7 @@ class Heartbeat:
         self._store = PrefixStore(f"slipstream/heartbeat/{name}", connection)
         self._closing, self._known, self._told = (threading.Event() for _ in range(3))
         self._own = OwnView(rank, host, progress, spins=spins, window=self._window)
+        self._spins = spins
         self._reached = time.monotonic()
         self._heard: dict[int, tuple[bytes, float]] = {}  # what a rank said, and since when
         self._answered = self._asked = False
@@ -193,12 +194,15 @@ class Heartbeat:
     def _beats(self) -> None:
         while True:
             ended = self._closing.wait(self._pause)
+            began = time.monotonic()
             try:
                 self._beat()
                 self._reached = time.monotonic()
             except RuntimeError:  # the store is gone, or does not answer
                 if ended or self._left:
                     return
+            if time.monotonic() - began > self._long:  # others may reach the store again later
+                self._heard.clear()
             if ended:
                 return
 
@@ -206,12 +210,16 @@ class Heartbeat:
     def _pause(self) -> float:
         return POLL_SECONDS if self._asked or self._answered else self.interval
 
+    @property
+    def _long(self) -> float:
+        """Seconds without a beat after which the silence of others counts anew."""
+        return 3 * self.interval + 1
+
     def _beat(self) -> None:
         now = time.monotonic()
-        long = 3 * self.interval + 1
-        if now - self._reached > long:  # what is read now may be as old
+        if now - self._reached > self._long:  # what is read now may be as old
             self._heard.clear()
-        if now - self._own.looked > long:  # this process was stopped itself
+        if now - self._own.looked > self._long:  # this process was stopped itself
             self._heard.clear()
             self._own.begin_anew()
         state = self._own.state(now, self._left)
@@ -453,7 +461,8 @@ class Heartbeat:
             own = self._own.state(now)  # the thread that beats may not look
             if silence < self.timeout * (STALE + STILL) / 2 or own.still < self.timeout * STALE:
                 continue
-            if not own.waits and not own.verb:
+            # a script waits for a device in any of its lines
+            if not own.waits and not own.verb and not self._spins:
                 continue
             self._learn(
                 AlarmVerdict(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from slipstream.checks.autopsy import RankState
@@ -20,23 +21,26 @@ NAMES = 8
 
 @dataclass(slots=True)
 class UpdateCount:
-    """Updates that are done: ``step`` of the whole run, ``updates`` of this session; and seconds
-    that they have waited for other ranks."""
+    """Updates that are done: ``step`` of the whole run, ``updates`` of this session; seconds that
+    they have waited for other ranks; and the thread that made the last one."""
 
     step: int = 0
     updates: int = 0
     waited: float = 0.0
+    thread: threading.Thread | None = None
 
     def reached(self, step: int) -> None:
         """Note that an update has ended, the ``step``-th."""
         self.step = step
         self.updates += 1
+        self.thread = threading.current_thread()
 
 
 class OwnView:
     """Looks at this process, from whichever thread asks.
 
-    The thread that makes it trains, as long as it lives: Ray Train's is not the main one.
+    The thread that makes it trains, as long as it lives, until another one makes an update: Ray
+    Train's is not the main one.
 
     Args:
         rank: of this process.
@@ -81,9 +85,12 @@ class OwnView:
             now: on the monotonic clock.
             ended: why it has left; empty: it has not.
         """
-        thread = self._maker if self._maker.is_alive() else threading.main_thread()
+        thread = self._progress.thread or self._maker
+        thread = thread if _lives(thread) else threading.main_thread()
         place = main_place(thread)
-        signs = vitals(os.getpid(), threading.get_native_id(), trains=thread.native_id)
+        # of the main thread a fork keeps the parent's number
+        trains = None if thread is threading.main_thread() else thread.native_id
+        signs = vitals(os.getpid(), threading.get_native_id(), trains=trains)
         moves_on = self._place is None or place.key != self._place.key
         # since it last lived, not since the last look: the kernel counts by ticks
         seconds, computing = now - self.alive, not self._spins
@@ -132,3 +139,9 @@ def last_exchanges(now: float) -> list[str]:
         + ("" if one.ended is None else f", ended after {one.ended - one.begun:.3f} s")
         for one in EXCHANGES.exchanges
     ]
+
+
+def _lives(thread: threading.Thread) -> bool:
+    with suppress(RuntimeError):  # of a thread that Python has not started, since 3.13
+        return thread.is_alive()
+    return False

@@ -14,9 +14,9 @@ after forward has run beside it. No other ``len()`` is believed.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn, Protocol, TypeGuard, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, NoReturn, Protocol, TypeGuard, cast, runtime_checkable
 from weakref import ref
 
 import torch
@@ -269,6 +269,7 @@ class _Pass(Iterator[Any]):
         self._batches: Iterator[Any] | None = None
         self._agreement: Agreement | None = None
         self._length: int | None = None
+        self._ends: int | None = None
         self._following: Any = _NOT_READ  # kept where the agreement is interrupted
         self._last: Any = _END
         self._given, self.is_over = 0, False
@@ -287,6 +288,10 @@ class _Pass(Iterator[Any]):
         if self._batches is None:
             self._batches, self._agreement = loader._begin(self)
             self._length, self._epoch = certain_length(loader._loader), epoch_of(loader._loader)
+            self._ends = self._length
+            if self._ends is None and self._epoch is not None:  # it only says where an epoch ends
+                with suppress(TypeError, NotImplementedError):
+                    self._ends = len(cast(Sized, loader._loader))
         else:  # whatever was restored meanwhile
             loader._begin_anew()
         loader._pass = ref(self)
@@ -315,19 +320,20 @@ class _Pass(Iterator[Any]):
     def over(self) -> int | None:
         """The epoch of which it has given every batch, and was not asked for more; None: it has
         not, or its sampler counts none."""
-        return self._epoch if self.steps and self.steps == self._length else None
+        return self._epoch if self.steps and self.steps == self._ends else None
 
     def skip(self, batches: Iterator[Any], count: int) -> None:
         """Drop the first ones, which a run before this one has used. What is raised between them it
-        has caught, too; more errors than batches it has not."""
+        has caught, too; more errors than batches it has not, nor one that ends the iterator."""
         self.steps, self._given, self._errors = count, 0, 0
+        raised: Exception | None = None  # instead of the latest batch
         while self._given < count:
             try:
                 batch = next(batches, _END)
             except Exception as error:
                 if self._errors >= count:
                     raise
-                self._error = repr(error)
+                raised, self._error = error, repr(error)
                 self._errors += 1
                 warnings.warn(
                     f"among the {count} batches that the run before this one has used, and that "
@@ -336,8 +342,13 @@ class _Pass(Iterator[Any]):
                 )
                 continue
             if batch is _END:
-                break
-            self._last = batch
+                if raised is None:
+                    break
+                try:
+                    raise raised  # it has ended a generator, whose other batches nobody would read
+                finally:
+                    raised = None  # else it holds this frame, which holds it
+            raised, self._last = None, batch
             self._given += 1
 
     def __del__(self) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from slipstream.errors import UsageError
 from slipstream.gradients.momentum import largest_values
+from slipstream.optim.nested_step import around_all
 
 
 class MomentumWatch:
@@ -40,8 +41,8 @@ class MomentumWatch:
         self._unsettled = False
         self._hooks: list[Any] = [
             ddp.register_forward_pre_hook(self._forward_begins),
-            optimizer.register_step_pre_hook(self._step_begins),
-            optimizer.register_step_post_hook(self._step_ends),
+            optimizer.register_step_pre_hook(around_all(self._step_begins)),
+            optimizer.register_step_post_hook(around_all(self._step_ends)),
         ]
 
     def backward_begins(self) -> None:

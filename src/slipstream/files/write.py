@@ -76,7 +76,7 @@ def _new_part(target: Path) -> tuple[Path, IO[bytes]]:
         opened = part.open("xb")
         with suppress(OSError):  # of a file system without locks
             fcntl.flock(opened, fcntl.LOCK_EX)
-        if os.fstat(opened.fileno()).st_nlink:
+        if part.exists():  # not by its links, which some file systems do not count
             return part, opened
         opened.close()  # removed before it was locked
 

@@ -237,7 +237,7 @@ _METHODS = (
     *("size", "stride", "dim", "numel", "element_size", "storage_offset", "is_contiguous"),
     *("is_floating_point", "is_complex", "is_signed", "is_conj", "get_device", "nelement"),
     *("ndimension", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_"),
-    *("__hash__", "__len__", "is_neg", "_is_view", "untyped_storage"),  # the last by a compiler
+    *("__hash__", "__len__", "is_neg", "_is_view"),
 )
 _ASKED: Sequence[Any] = [getattr(torch.Tensor, name, None) for name in _PROPERTIES]
 METADATA = frozenset(
@@ -281,7 +281,8 @@ class ShardedGradient(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in METADATA:
+        # a compiler asks for the memory of all tensors; here there is none
+        if func in METADATA or func is torch.Tensor.untyped_storage:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func in ZEROING:

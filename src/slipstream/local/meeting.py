@@ -142,6 +142,11 @@ class Meeting:
         own = self.read_buffers()
         self.buffers = torch.where(own.isfinite(), self.buffers, own)
 
+    def take_sent(self) -> None:
+        """Let what this rank has now be what it sent: a saved run's own is not known."""
+        if self.flight is not None:
+            self.flight.sent = self.read()
+
     def begin_anew(self) -> None:
         """Share what the model has now, and forget momentum, what codecs have left out, and what is
         on its way."""

@@ -109,6 +109,7 @@ class OpenTraining(LocalTraining):
         weights, fresh = self._weights, self._fresh
         self.load(state["session"]["local"], self.updates)
         self._weights, self._fresh = weights, self._fresh and fresh
+        self._resumes = False
         for meeting, lag in zip(self._meetings, lags, strict=True):
             meeting.write(meeting.outer.to(meeting.device) - lag)
 

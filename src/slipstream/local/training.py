@@ -88,6 +88,7 @@ class LocalTraining:
         self._clock = 0  # of the schedule, the same on all ranks: it stops for slower ones
         self._sent_ahead = False  # the last update is counted, and not merged yet
         self._fresh = True  # a script may load the model that the first round begins with
+        self._resumes = False  # it may load one that merges what was on its way
         self.evaluates = False
         self._versions = self._present_versions()  # of parameters, after the last update
         self.own_state: Mapping[str, Any] | None = None
@@ -166,7 +167,7 @@ class LocalTraining:
             raise ExchangeError(self._exchanges.failure)
         self.check_outside("backward")
         self._take_outer()
-        self._fresh = self._fresh and self.warms_up
+        self._fresh, self._resumes = self._fresh and self.warms_up, False
         for name, p in self._frozen:
             if p.requires_grad:
                 raise UsageError(
@@ -263,6 +264,9 @@ class LocalTraining:
         if self._fresh and not self.warms_up:
             for meeting in self._meetings:
                 meeting.take_outer()
+        if self._resumes:
+            for meeting in self._meetings:
+                meeting.take_sent()
 
     def _send(self, number: int) -> None:
         meeting, weight = self._meetings[number], self._weights[number]
@@ -472,6 +476,7 @@ class LocalTraining:
             self._load_meetings(state, own)
             # jobs of one start take this from the first: a script may load the model then, too
             self._fresh = own is None and state["updates"] == saved.warm_up
+            self._resumes = own is None
         self._engine.leave(not self.warms_up)
 
     def _go_to(self, updates: int) -> None:
@@ -497,6 +502,7 @@ class LocalTraining:
         self.check_outside("restore")
         self._exchanges.land()
         self._weights, self.own_state, self._fresh = [0] * len(self._meetings), None, True
+        self._resumes = False
         self._share_buffers()
         for meeting in self._meetings:
             meeting.begin_anew()

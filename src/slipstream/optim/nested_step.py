@@ -8,8 +8,11 @@ its own run twice: around that, and around the ``super().step()`` in it.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 _WRAPPER = Optimizer.profile_hook_step(Optimizer.step).__code__
@@ -41,6 +44,18 @@ def is_nested(optimizer: Optimizer) -> bool:
         found += getattr(frame.f_locals.get("self"), "__dict__", None) is vars(optimizer)
         frame = _around(frame)
     return found > 1
+
+
+def around_all(act: Callable[..., None]) -> Callable[..., None]:
+    """A hook that calls ``act`` around a whole step, not around ``super().step()`` in it."""
+
+    def hook(optimizer: Optimizer, *rest: Any) -> None:
+        if not is_nested(optimizer):
+            act(optimizer, *rest)
+
+    eager: Any = torch.compiler.disable
+    hooked: Callable[..., None] = eager(hook)
+    return hooked
 
 
 def _around(frame: FrameType) -> FrameType | None:

@@ -155,10 +155,12 @@ class SessionState:
         agree({what: str(value) for what, value in found.items()}, control, error)
 
     def _in_common(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Leave out what ranks have apart: the state of a loader that keeps its place; where they
-        train on their own, one alone may skip an update."""
-        if "own" in (state.get("data") or ()):
-            state = {**state, "data": None}
+        """Leave out what ranks have apart: the state of a loader that keeps its place, the end of
+        a pass that is another rank's middle; where they train on their own, one alone may skip an
+        update."""
+        data = state.get("data") or {}
+        kept = None if "own" in data else {key: data[key] for key in data if key != "over"}
+        state = {**state, "data": kept}
         local = state.get("local")
         if self.local is None or local is None:
             return state

@@ -9,7 +9,7 @@ that writes into an argument, or that enters or leaves autocast breaks the link.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,10 +59,8 @@ class Call:
     @property
     def objects(self) -> list[object]:
         """Arguments with attributes, such as a configuration, that are neither tensors, modules nor
-        classes."""
-        others = () if self._is_flat else self.values
-        without = (*LEAVES, nn.Module, type)
-        return [v for v in others if hasattr(v, "__dict__") and not isinstance(v, without)]
+        classes; also those in containers."""
+        return [] if self._is_flat else [one for value in self.values for one in _objects(value)]
 
     def has_form_of(self, other: Call) -> bool:
         """Whether both have as many positional arguments, and the same keywords in order, under
@@ -100,6 +98,15 @@ def _is_flat(value: Any) -> bool:
     if type(value) is tuple:
         return all(isinstance(v, LEAVES) and not isinstance(v, torch.Tensor) for v in value)
     return isinstance(value, LEAVES)
+
+
+def _objects(value: Any, depth: int = _DEPTH) -> Iterator[object]:
+    if isinstance(value, dict | UserDict | list | tuple):
+        held = value.values() if isinstance(value, dict | UserDict) else value
+        for one in held if depth else ():
+            yield from _objects(one, depth - 1)
+    elif hasattr(value, "__dict__") and not isinstance(value, (*LEAVES, nn.Module, type)):
+        yield value
 
 
 def _contents(value: Any, depth: int = _DEPTH) -> Any:

@@ -60,7 +60,7 @@ def measure(module: nn.Module, forward: Forward, call: Call) -> BlockCost:
     device = next((tensor.device for tensor in call.tensors), torch.device("cpu"))
     devices = [device] if device.type == "cuda" else []
     rng = RngReplay(generators_of(module.modules()))
-    with torch.random.fork_rng(devices), rng, settings_kept(module):
+    with torch.random.fork_rng(devices), rng, settings_kept(module, call.objects):
         output_bytes, saved_bytes = _count_bytes(module, forward, call)
         runs = [_time_run(module, forward, call, device) for _ in range(RUNS)]
     forwards, backwards = zip(*runs, strict=True)

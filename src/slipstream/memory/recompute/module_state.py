@@ -108,9 +108,9 @@ class StateReplay:
 
 
 @contextmanager
-def settings_kept(module: nn.Module) -> Iterator[None]:
-    """Undo what a run changes in the settings of a module and of all modules in it."""
-    before = _settings(modules_in([module]))
+def settings_kept(module: nn.Module, objects: Sequence[object] = ()) -> Iterator[None]:
+    """Undo what a run changes in the settings of a module, of all modules in it and of objects."""
+    before = _settings([*modules_in([module]), *objects])
     try:
         yield
     finally:

@@ -39,7 +39,7 @@ def generators_of(modules: Iterable[nn.Module]) -> list[Generator]:
     """Generators that modules have among their attributes; torch's own layers have none."""
     own = (module for module in modules if not type(module).__module__.startswith("torch.nn."))
     found = (v for module in own for v in vars(module).values() if isinstance(v, Generator))
-    return [*dict.fromkeys(found)]
+    return [one for one in dict.fromkeys(found) if not isinstance(one, random.SystemRandom)]
 
 
 def state_of(generator: Generator) -> Any:

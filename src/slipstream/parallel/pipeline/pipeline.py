@@ -292,7 +292,11 @@ class Pipeline:
         the dropout of a stage takes: else their loaders would come to shuffle differently."""
         drawn = int(torch.randint(2**31 - 1, (), device="cpu"))
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-            torch.manual_seed(drawn)  # else the next batch would get almost the same ones
+            # else the next batch would get almost the same ones
+            torch.default_generator.manual_seed(drawn)
+            if self._device.type == "cuda":  # whose seed may be of this rank alone
+                with torch.cuda.device(self._device):
+                    torch.cuda.manual_seed(drawn ^ torch.cuda.initial_seed())
             yield
 
     def _mean_loss(self) -> torch.Tensor:
