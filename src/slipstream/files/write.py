@@ -65,7 +65,8 @@ def whole_file(path: str | Path, *, durable: bool = True) -> Iterator[IO[bytes]]
 
 
 def _prefix(target: Path) -> str:
-    """Begin the names of what is written for a file, whose own may be as long as a name can be."""
+    """The beginning of the names of a file's parts: a checksum, as its own name may already be as
+    long as names can be."""
     return f".slipstream-{crc32(os.fsencode(target.name)):08x}-"
 
 
