@@ -166,6 +166,7 @@ def commands() -> Iterator[tuple[str, str]]:
     for setup in ("accelerate()", "DDP, watch", "FSDP2, watch"):
         name = re.split(r"\W", setup.lower())[0]
         yield f"faults-{name}", f"faults --setups '{setup}'"
+    yield "network-faults", "network_faults"
     yield "time-to-loss", "time_to_loss"
     yield "tuner-codecs", "tuner --allow-lossy --rate 300mbit"
     yield "recompute-bert-large", "recompute batch"

@@ -302,13 +302,13 @@ def kind_of(setup: str, fault: str) -> str:
     return "harmless" if (fault, setup) in HARMLESS else "named"
 
 
-def row_of(setup: str, fault: str, outcomes: Sequence[Outcome]) -> Row:
+def row_of(setup: str, fault: str, kind: str, outcomes: Sequence[Outcome]) -> Row:
     """Sum up the runs of a fault."""
     seconds = [one.seconds for one in outcomes if one.seconds is not None]
     return Row(
         setup=setup,
         fault=fault,
-        kind=kind_of(setup, fault),
+        kind=kind,
         runs=len(outcomes),
         seconds=statistics.median(seconds) if seconds else None,
         longest=max(seconds, default=None),
@@ -340,7 +340,7 @@ def main() -> None:
                     if not one.right or one.left:
                         console.print(f"wrong, {one.left} left:", style="red")
                         console.print(one.printed, markup=False, highlight=False)
-                rows.append(row_of(setup, fault, outcomes))
+                rows.append(row_of(setup, fault, kind_of(setup, fault), outcomes))
                 console.print(rows[-1])
     finish(args.json, "faults", {"at_once": args.at_once, "rows": [asdict(row) for row in rows]})
 

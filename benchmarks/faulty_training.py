@@ -28,6 +28,9 @@ UPDATES, MORE = 20, 10
 WIDTH, LAYERS, SAMPLES = 64, 4, 8
 SLOW_UPDATES, PAUSE = 400, 0.05
 """Of a run with a slow rank, which takes twice as long as the others, and seconds of these."""
+LINKS, STORE = "links", "store"
+NETWORK = {LINKS: 10**6, STORE: 300}
+"""Faults that others bring about, and the updates after which the run would end."""
 
 Update = Callable[[Tensor], None]
 
@@ -176,12 +179,17 @@ def train(setup: str, fault: str) -> None:
         if bad:
             print(f"fault at {time.time():.3f}", flush=True)
             more = go_wrong(fault, net, update, folder)
-        slow = fault == "slow rank"
-        more, pause = (SLOW_UPDATES, PAUSE * (2 if bad else 1)) if slow else (more, 0.0)
+        pause = 0.0
+        if fault == "slow rank":
+            more, pause = SLOW_UPDATES, PAUSE * (2 if bad else 1)
+        if fault in NETWORK:
+            more, pause = NETWORK[fault], 4 * PAUSE
         meet_wrongly(fault, bad)
-        for _ in range(more):
+        for done in range(more):
             time.sleep(pause)
             update(torch.randn(SAMPLES, WIDTH))
+            if fault in NETWORK and done % 10 == 9:
+                print(f"update {done + 1}", flush=True)
     if setup == "accelerate()":
         print(f"trained to {sum(p.sum().item() for p in net.parameters()):.9g}", flush=True)
 

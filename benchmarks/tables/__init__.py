@@ -19,6 +19,7 @@ TABLES: Mapping[str, Callable[[Entry], Result]] = {
     "convergence": training.convergence,
     "exchange": exchanges.exchange,
     "faults": planning.faults,
+    "network_faults": planning.network_faults,
     "fsdp2": exchanges.fsdp2,
     "fusion": computing.fusion,
     "kills": training.kills,

@@ -227,6 +227,22 @@ def faults(entry: Entry) -> Result:
         "or the watch, have ended; right: runs in which they name the rank that began, and no "
         "other; left: processes, in all runs."
     )
+    setups = ", ".join(dict.fromkeys(row["setup"].partition(",")[0] for row in entry["rows"]))
+    return _faults(entry, f"Faults, {setups}", words)
+
+
+def network_faults(entry: Entry) -> Result:
+    """How each fault of the network ends."""
+    words = (
+        f"Three emulated hosts of one rank each, {entry['at_once']} runs at a time. Seconds from "
+        "the fault until the last rank, or its watch, has ended; right: runs in which the other "
+        "two name the rank that was cut off, or in which all ranks train on and none is named; "
+        "left: processes, in all runs."
+    )
+    return _faults(entry, "Faults of the network", words)
+
+
+def _faults(entry: Entry, title: str, words: str) -> Result:
     rows = [
         (
             *(r["setup"], r["fault"], r["runs"], _seconds(r["seconds"]), _seconds(r["longest"])),
@@ -235,8 +251,7 @@ def faults(entry: Entry) -> Result:
         for r in entry["rows"]
     ]
     columns = ("setup", "fault", "runs", "seconds", "longest", "right", "left", "it says")
-    setups = ", ".join(dict.fromkeys(row["setup"].partition(",")[0] for row in entry["rows"]))
-    return one_table(entry, f"Faults, {setups}", words, columns, rows)
+    return one_table(entry, title, words, columns, rows)
 
 
 def _seconds(seconds: float | None) -> str:

@@ -76,6 +76,12 @@ def test_what_the_clock_cannot_tell_apart_is_not_ordered():
     )
 
 
+def test_a_rank_that_was_told_to_end_is_not_blamed():
+    ends = RankEnds("node0")
+    ends._ends = {0: RankEnd(0, 1.0, "by SIGTERM"), 1: RankEnd(1, 1.1, "with code 1")}
+    assert ends.words.startswith("SIGTERM ended rank 0 (host node0) first: its sender, a launcher,")
+
+
 def test_ranks_that_are_done_are_not_told():
     ends = RankEnds("node0")
     ends._ends = {rank: RankEnd(rank, 1.0 + rank, "with code 0") for rank in range(2)}

@@ -24,6 +24,8 @@ CERTAIN_SECONDS = 0.02
 """Between two ends of which one was surely first: a thread may get its core that late."""
 _STATE, _EXIT_CODE = 0, 49
 """Fields of ``/proc/PID/stat`` after the name of the process."""
+_SENT = "by SIGTERM"
+"""Not the process's own doing."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,12 @@ class RankEnds:
             return ""
         first, *later = ends
         near = [end for end in later if end.when - first.when < CERTAIN_SECONDS]
+        if all(end.how == _SENT for end in (first, *near)):
+            ranks = ranks_named(sorted(end.rank for end in (first, *near)))
+            return (
+                f"SIGTERM ended {ranks} (host {self._host}) first: its sender, a launcher, a "
+                "scheduler or a person, may know why"
+            )
         if near:
             each = ", ".join(_told(end) for end in (first, *near))
             ranks = ranks_named(sorted(end.rank for end in (first, *near)))
