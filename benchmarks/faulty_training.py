@@ -148,7 +148,9 @@ def go_wrong(fault: str, net: Net, update: Update, folder: Path) -> int:
         case "checkpoint folder full":
             torch.save(net.state_dict(), folder / "checkpoint.pt")
         case "/dev/shm full":
-            next(iter(torch.utils.data.DataLoader(LargeSamples(), num_workers=1)))
+            # A new interpreter's default; that of a forked one has workers import all anew.
+            workers = {"num_workers": 1, "multiprocessing_context": "fork"}
+            next(iter(torch.utils.data.DataLoader(LargeSamples(), **workers)))
     return MORE
 
 
