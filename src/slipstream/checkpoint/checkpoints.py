@@ -420,9 +420,9 @@ class Checkpoints:
         if any_of(kept != first, self._group):
             name = type(session.optimizer).__name__
             raise UsageError(
-                f"{name} keeps states of other parameters on some ranks than on rank 0, as one that "
-                "deals its work out to ranks does, and a checkpoint has those of rank 0 alone; save "
-                "those of each rank, too: Checkpoints(..., also={'optimizer': optimizer})"
+                f"{name} keeps states of other parameters on some ranks than on rank 0, as one "
+                "that deals its work out to ranks does, and a checkpoint has those of rank 0; "
+                "save those of each rank, too: Checkpoints(..., also={'optimizer': optimizer})"
             )
 
     def _join(self) -> None:

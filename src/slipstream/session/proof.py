@@ -42,7 +42,6 @@ from slipstream.pytree import tensors
 from slipstream.session.update_sharding import UpdateSharding
 from slipstream.strategy import ChecksConfig
 
-
 _STATE = "the optimizer's state"
 
 
