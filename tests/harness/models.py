@@ -248,7 +248,7 @@ class Dealt(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for number, p in enumerate(group["params"]):
                 owner = number % dist.get_world_size()
