@@ -22,6 +22,7 @@ from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import MismatchError, UsageError
 from tests.checkpoint.kills import curve, survive
 from tests.checkpoint.training import SETTINGS, Net, part
+from tests.harness.models import Dealt
 from tests.harness.ranks import Ranks
 
 
@@ -526,3 +527,29 @@ def test_training_goes_on_while_the_copy_is_written(tmp_path: Path) -> None:
         with torch.no_grad():
             session.model.inner.weight.fill_(5)
     assert torch.equal(read(saved.paths[-1])[0]["model"]["inner.weight"], before)
+
+
+def dealt_out(folder: str, own: bool, stop: int) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    model = Net().eval()
+    optimizer = Dealt(model.parameters())
+    with slipstream.accelerate(model, optimizer) as session:
+        saved = Checkpoints(folder, also={"optimizer": optimizer} if own else None)
+        for update in range(saved.restore(session), stop):
+            batch = words(2 * update + session.rank)
+            session.backward(session.model(batch).square().mean())
+            session.step()
+        saved.save(session, wait=True)
+    return [p.detach() for p in model.parameters()]
+
+
+def test_an_optimizer_that_deals_its_work_out_is_saved_by_each_rank(
+    two: Ranks, tmp_path: Path
+) -> None:
+    expected = two.run(dealt_out, str(tmp_path / "whole"), True, 5)
+    two.run(dealt_out, str(tmp_path / "parted"), True, 2)
+    for found in two.run(dealt_out, str(tmp_path / "parted"), True, 5):
+        assert all(map(torch.equal, found, expected[0]))
+    for error in two.fail(dealt_out, str(tmp_path / "refused"), False, 2).values():
+        assert isinstance(error, UsageError)
+        assert "also={'optimizer': optimizer}" in str(error)

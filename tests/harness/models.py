@@ -8,11 +8,12 @@ Every model returns its loss, a mean over the batch; ``batch(rank, step)`` is se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -237,6 +238,24 @@ class GPT2(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.inner(input_ids=x, labels=x).loss
+
+
+class Dealt(torch.optim.Optimizer):
+    """Heavy ball whose work is dealt out: each rank updates some parameters, and sends them to the
+    others, as distributed classes of Muon do."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for number, p in enumerate(group["params"]):
+                owner = number % dist.get_world_size()
+                if owner == dist.get_rank() and p.grad is not None:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    p.sub_(momentum.mul_(0.9).add_(p.grad), alpha=group["lr"])
+                dist.broadcast(p.detach(), owner)
 
 
 UNUSED = {"find_unused_parameters": True}

@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.optim import SGD
 
 import slipstream
+from slipstream.errors import ModelError
+from tests.harness.models import Dealt
 from tests.harness.ranks import Ranks
 from tests.local.reference import flat
 from tests.local.test_training import batch, build, loss_of
@@ -76,3 +78,17 @@ def test_a_rank_that_skips_needs_no_other_for_its_next_batch(
     (none, first), (one, second) = two.run(skipping_beside_a_stream, zeroes_first)
     assert (none, one) == (0, 1)
     assert torch.equal(first, second)
+
+
+def deals_its_work_out() -> None:
+    model = build()
+    strategy = {"local": {"steps": 4}}
+    with slipstream.accelerate(model, Dealt(model.parameters()), None, strategy) as session:
+        session.backward(loss_of(model, session.rank, 1))
+        session.step()
+
+
+def test_an_optimizer_that_exchanges_inside_its_step_is_refused(two: Ranks) -> None:
+    for error in two.fail(deals_its_work_out).values():
+        assert isinstance(error, ModelError)
+        assert "Dealt.step() exchanges with other ranks" in str(error)

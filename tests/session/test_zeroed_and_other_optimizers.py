@@ -214,6 +214,40 @@ def test_a_second_optimizer_is_watched_also_after_a_step_that_raised() -> None:
                 other.step()
 
 
+def steps_in_turn(rarely: str) -> list[torch.Tensor]:
+    """Of two optimizers one steps at every second update, by the sum of two gradients, as Muon and
+    Adam of modded-nanogpt; ``rarely``: which one that is."""
+    model = model_of()
+    mine, other = two_of_a_model(model)
+    often, seldom = (other, mine) if rarely == "mine" else (mine, other)
+    rank = dist.get_rank() if dist.is_initialized() else None
+    session = None if rank is None else slipstream.accelerate(model, mine)
+    for number, batch in enumerate(batches()):
+        if session is None:
+            torch.stack([loss_of(model, x) for x in batch]).mean().backward()
+        else:
+            session.backward(loss_of(model, batch[rank]))
+        for optimizer in [often, seldom] if number % 2 else [often]:
+            optimizer.step()
+            optimizer.zero_grad()
+    if session is not None:
+        session.close()
+    return [p.detach() for p in model.parameters()]
+
+
+def test_an_optimizer_that_steps_more_rarely_than_another(two: Ranks) -> None:
+    expected = steps_in_turn("mine")
+    for found in two.run(steps_in_turn, "mine"):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_kept_for_a_rarer_optimizer_are_not_dropped_in_silence(two: Ranks) -> None:
+    for error in two.fail(steps_in_turn, "other").values():
+        assert isinstance(error, UsageError)
+        assert "give accelerate() the optimizer that steps most rarely" in str(error)
+
+
 class Zeroes(SGD):
     """An optimizer of before torch 1.7, that fails once."""
 

@@ -22,7 +22,7 @@ from slipstream.errors import CheckpointError, UsageError
 from slipstream.parallel.dims import gather_objects, mesh_of
 from slipstream.session.session import Session
 from slipstream.strategy import Row
-from slipstream.transport.consistency import agree
+from slipstream.transport.consistency import agree, any_of, broadcast_from_first
 from slipstream.tuner.trials import checkpoints_of
 
 AnySession = Session[Any, Any]
@@ -371,6 +371,7 @@ class Checkpoints:
     def _start(self, session: AnySession) -> None:
         """Copy the state, and let a thread write it."""
         error: Exception | None = None
+        kept: dict[str, list[str]] = {}
         pieces: dict[str, torch.Tensor] = {}
         try:
             # first: ranks wait for one another in it, also for one whose other states fail
@@ -385,13 +386,20 @@ class Checkpoints:
                 "generators": [] if loader is None else loader.generators,
                 "place": place if "own" in place else None,
             }
-            if session.rank and state["optimizer"]["ranks"] == 1:
-                del state["optimizer"]  # the first rank has the same
+            if state["optimizer"]["ranks"] == 1:  # the first rank has the same
+                states = state["optimizer"]["optimizer"].get("state", {})
+                kept = {
+                    str(n): sorted(map(str, s)) for n, s in states.items() if isinstance(s, dict)
+                }
+                if session.rank:
+                    del state["optimizer"]
             pieces = parts.cut({**state, BESIDE: beside}, session.rank)
         except Exception as failure:  # of any kind: the other ranks wait for this one's answer
             error = failure
         if self._group is not None:
             agree({}, self._group, error)
+            if session.optimizer not in self._also.values():
+                self._check_alike(session, kept)
         elif error is not None:
             raise error
         count = session.common_updates
@@ -400,6 +408,22 @@ class Checkpoints:
             staged = writer.stage(pieces)
         self._writing = Writing(staged, writer, self._group, count)
         self._writing.start()
+
+    def _check_alike(self, session: AnySession, kept: Mapping[str, Sequence[str]]) -> None:
+        """Refuse to save the optimizer of rank 0 alone, where others keep what it does not.
+
+        Raises:
+            UsageError: on all ranks alike.
+        """
+        assert self._group is not None
+        first = broadcast_from_first(kept, self._group)
+        if any_of(kept != first, self._group):
+            name = type(session.optimizer).__name__
+            raise UsageError(
+                f"{name} keeps states of other parameters on some ranks than on rank 0, as one "
+                "that deals its work out to ranks does, and a checkpoint has those of rank 0; "
+                "save those of each rank, too: Checkpoints(..., also={'optimizer': optimizer})"
+            )
 
     def _join(self) -> None:
         """Wait for the thread; remember its failure."""

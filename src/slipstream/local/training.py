@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from slipstream.codecs import Ranks
-from slipstream.errors import ExchangeError, UsageError
+from slipstream.errors import ExchangeError, ModelError, UsageError
 from slipstream.gradients.segments import NamedParameter
 from slipstream.local.carrier import Carrier, Exchange
 from slipstream.local.engine import LocalEngine
@@ -174,6 +174,20 @@ class LocalTraining:
                     f"parameter {name} was frozen at accelerate() and trains now: no meeting "
                     "averages it; close() the session, thaw it, and accelerate() again"
                 )
+
+    def check_shared_step(self) -> None:
+        """Refuse an optimizer that has exchanged something inside its step.
+
+        Raises:
+            ModelError: ranks are to train on their own.
+        """
+        if self.in_use is not None:
+            name = type(self._optimizer).__name__
+            raise ModelError(
+                f"{name}.step() exchanges with other ranks, as one that deals its work out to them "
+                "does, but under local each rank must update all parameters by its own gradients: "
+                "use a class that steps on one rank alone, or leave local out"
+            )
 
     def check_outside(self, verb: str) -> None:
         """Refuse what would take the outer parameters for this rank's.

@@ -34,9 +34,9 @@ from slipstream.session.exchanging import GradientExchange
 from slipstream.session.given import Given
 from slipstream.session.members import Members
 from slipstream.session.proof import Proof
-from slipstream.session.step_hooks import StepHooks
+from slipstream.session.step_hooks import StepHooks, collectives_so_far
 from slipstream.session.tracing import Tracer
-from slipstream.session.zeroing import Zeroing
+from slipstream.session.zeroing import Zeroing, is_zero
 
 if TYPE_CHECKING:
     from slipstream.parallel.pipeline.pipeline import Pipeline
@@ -99,7 +99,9 @@ class TrainingLoop:
         self._updating = False  # inside an update of step()
         self._by_hand: bool | None = None  # inside one by hand; True: it is skipped
         self._used = False  # by one by hand, which leaves the gradients
+        self._dropped: set[torch.Tensor] = set()  # parameters that had kept theirs until then
         self._broken_off = False  # an update has begun and not ended
+        self._collectives = 0  # when a step began
         self._meetings_due: list[bool] = []  # of ended updates: whether this rank has changed
 
     @property
@@ -197,6 +199,7 @@ class TrainingLoop:
         if self._used and not self._zeroing.done:
             raise messages.gradients_kept()
         if self._used:
+            self._dropped = {p for p in self._parameters if not is_zero(p)}
             self._clear()
         self.settle(in_forward=True)
         self._zeroing.check_sum(self._window)
@@ -405,6 +408,8 @@ class TrainingLoop:
 
     def _step_begins(self, closure: object) -> None:
         """``optimizer.step()`` is called, here or by hand."""
+        if self.local is not None:
+            self._collectives = collectives_so_far()
         self._by_hand = None  # also of a step before that has raised
         if self._updating:
             return
@@ -421,6 +426,8 @@ class TrainingLoop:
                 parameter.grad = None  # an optimizer leaves parameters without a gradient alone
 
     def _step_ends(self) -> None:
+        if self.local is not None and self._collectives != collectives_so_far():
+            self.local.check_shared_step()
         skip, self._by_hand = self._by_hand, None
         if skip is None:
             return
@@ -433,11 +440,14 @@ class TrainingLoop:
     def _other_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Another optimizer of the script steps: right for parameters of this model only where
         averaged gradients are there."""
-        if self._updating or self.update_due or self._used:
+        ready = self.update_due or self._used
+        if self._updating or (ready and not self._dropped):
             return
         trained = {*self._parameters}
         shared = [p for g in optimizer.param_groups for p in g["params"] if p in trained]
-        if shared and (self.window_open or all(p.grad is None for p in shared)):
+        if not self._dropped.isdisjoint(shared):
+            raise messages.other_step_late(optimizer)
+        if not ready and shared and (self.window_open or all(p.grad is None for p in shared)):
             raise messages.other_step(optimizer)
 
     def _overflowed(self) -> bool:

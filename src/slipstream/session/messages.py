@@ -73,6 +73,17 @@ def other_step(optimizer: object) -> UsageError:
     )
 
 
+def other_step_late(optimizer: object) -> UsageError:
+    """Another optimizer updates by sums of which the session has dropped a part."""
+    return UsageError(
+        f"the step of another optimizer ({type(optimizer).__name__}), for which the script has "
+        "kept gradients of an earlier update: optimizer.step() and zero_grad() of the optimizer "
+        "that accelerate() got end an update of all parameters, and backward() has dropped them; "
+        "give accelerate() the optimizer that steps most rarely, or zero the gradients of both in "
+        "every update"
+    )
+
+
 def clip_outside(where: str) -> UsageError:
     """``clip_grad_norm_`` of anything but the gradients of an update."""
     return UsageError(

@@ -6,9 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from slipstream.optim.nested_step import is_nested
+
+
+def collectives_so_far() -> int:
+    """Count the collectives in the process group of the script, for what happens inside a step."""
+    world: Any = dist.group.WORLD if dist.is_initialized() else None
+    return 0 if world is None else int(world._get_sequence_number_for_group())
 
 
 class StepHooks:

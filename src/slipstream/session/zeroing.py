@@ -26,7 +26,7 @@ class Zeroing:
     def done(self) -> bool:
         """Whether all these gradients are zero, or gone."""
         held = {p for group in self._optimizer.param_groups for p in group["params"]}
-        return all(map(_is_zero, held))
+        return all(map(is_zero, held))
 
     @property
     def done_since(self) -> bool:
@@ -42,7 +42,7 @@ class Zeroing:
     def name_of_left(self) -> str:
         """Name a parameter whose gradient is there."""
         named = self._model.named_parameters()
-        return next((n for n, p in named if not _is_zero(p)), "a parameter of the optimizer")
+        return next((n for n, p in named if not is_zero(p)), "a parameter of the optimizer")
 
     def note(self, *, in_window: bool) -> None:
         """Remember a gradient that a pass has left by its version: values would wait for a GPU.
@@ -69,7 +69,8 @@ class Zeroing:
             raise messages.sums_zeroed(window)
 
 
-def _is_zero(parameter: torch.Tensor) -> bool:
+def is_zero(parameter: torch.Tensor) -> bool:
+    """Whether a gradient is zero, or gone."""
     gradient = parameter.grad
     if gradient is None:
         return True
