@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import slipstream
@@ -196,3 +197,67 @@ def test_gradients_of_two_backward_passes_add_up_on_uneven_ranks(two: Ranks) -> 
     first, second = two.run(trained, PerRank(5, 2), True, 1, 1, 2, timeout=40)
     assert first == second
     torch.testing.assert_close(first, reference((5, 2), 1, 1), rtol=1e-12, atol=1e-14)
+
+
+# With collectives in the model, as synchronised batch norm has them.
+
+
+class MeanOfRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return MeanOfRanks.mean(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return MeanOfRanks.mean(gradient)
+
+    @staticmethod
+    def mean(x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total / dist.get_world_size()
+
+
+def layers() -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList([nn.Linear(3, 4), nn.Linear(4, 1)]).double()
+
+
+def rows_of(rank: int, length: int) -> list[Tensor]:
+    return [*torch.randn(length, 5, 3, generator=torch.Generator().manual_seed(rank)).double()]
+
+
+def trained_in_common(length: int) -> list[float]:
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with slipstream.accelerate(model, optimizer, rows_of(dist.get_rank(), length)) as session:
+        for x in session.loader:
+            hidden = model[0](x)
+            mean = MeanOfRanks.apply(hidden.mean(0))  # type: ignore[no-untyped-call]
+            session.backward(model[1](torch.tanh(hidden - mean)).square().mean())
+            session.step()
+    return values_of(model)
+
+
+def reference_in_common(lengths: tuple[int, int]) -> list[float]:
+    """In one process: losses of dummy batches count for nothing, their part in means does."""
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(max(lengths)):
+        rows = [rows_of(rank, n)[min(step, n - 1)] for rank, n in enumerate(lengths)]
+        hidden = torch.stack([model[0](x) for x in rows])
+        outputs = model[1](torch.tanh(hidden - hidden.mean((0, 1))))
+        counting = [rank for rank, n in enumerate(lengths) if step < n]
+        outputs[counting].square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values_of(model)
+
+
+@pytest.mark.parametrize("lengths", [(3, 2), (1, 3)])
+def test_collectives_of_the_model_run_in_dummy_batches_too(
+    two: Ranks, lengths: tuple[int, int]
+) -> None:
+    first, second = two.run(trained_in_common, PerRank(*lengths), timeout=40)
+    assert first == second
+    torch.testing.assert_close(first, reference_in_common(lengths), rtol=1e-12, atol=1e-14)

@@ -513,6 +513,19 @@ def test_no_training_on_the_outer_parameters() -> None:
     assert "with block" in inside_evaluating()
 
 
+def test_a_head_that_is_out_while_the_model_evaluates_keeps_its_parameters() -> None:
+    model = build()
+    with slipstream.accelerate(model, sgd(model), None, {"local": {"steps": 4}}) as session:
+        session.backward(loss_of(model, 0, 1))
+        session.step()
+        head, before = model[3], flat(model.parameters())
+        model[3] = nn.Identity()
+        with session.evaluating():
+            pass
+        model[3] = head
+        assert torch.equal(flat(model.parameters()), before)
+
+
 def loaded_by_hand() -> tuple[Tensor, Tensor]:
     other = build()
     with torch.no_grad():

@@ -326,6 +326,22 @@ def test_a_loop_without_updates_is_refused_at_its_end() -> None:
         session.close()
 
 
+def test_a_loop_that_steps_in_sync_gradients_alone_is_warned() -> None:
+    """There it stays False, as step() ends each pass of a window."""
+    model, _, session = opened({"accumulate": 2})
+
+    def train() -> None:
+        for batch in batches(200):
+            session.backward(loss_of(model, batch[0]))
+            if session.sync_gradients:
+                session.step()
+
+    with pytest.warns(UserWarning, match=r"200 backward.*where session.sync_gradients is False"):
+        train()
+    with pytest.raises(UsageError, match=r"200 backward"):
+        session.close()
+
+
 def test_a_loop_that_breaks_off_in_its_first_window_is_warned() -> None:
     """As out of memory, after which a smaller batch is tried."""
     model, _, session = opened({})

@@ -17,6 +17,7 @@ from torch.optim import SGD
 
 import slipstream
 from slipstream.errors import ModelError, UsageError
+from slipstream.pytree import tensors
 from tests.harness.ranks import Ranks
 from tests.session.test_habits import batches, loss_of, model_of, opened, plain
 
@@ -305,6 +306,31 @@ def skipped_by_hand() -> tuple[int, int]:
 
 def test_updates_that_the_script_skips_are_counted(two: Ranks) -> None:
     assert two.run(skipped_by_hand) == [(1, 1)] * 2
+
+
+def saved_behind_a_skipped_update(gradients: dict[str, Any]) -> None:
+    """In a loop that zeroes first, what a scaler has left out is there when the epoch ends."""
+    model, optimizer, session = opened(gradients)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with session:
+        for number, batch in enumerate(batches()):
+            optimizer.zero_grad()
+            factor = torch.inf if number == 1 and dist.get_rank() == 1 else 1.0
+            session.backward(scaler.scale(loss_of(model, batch[dist.get_rank()]) * factor))
+            scaler.step(optimizer)
+            scaler.update()
+            if number == 1:
+                saved = session.checkpoint()["session"]
+                session.load_state_dict(saved)
+                assert (session.updates, session.skipped) == (1, 1)
+                assert all(t.isfinite().all() for t in tensors(saved["codecs"]))
+    if not gradients:
+        assert_equal(model, plain([[0], [1], [2], [3]], skipped=(1,)))
+
+
+@pytest.mark.parametrize("codec", [None, {"kind": "int8", "error_feedback": True}])
+def test_a_state_is_saved_behind_an_update_that_a_scaler_skips(two: Ranks, codec: Any) -> None:
+    two.run(saved_behind_a_skipped_update, {} if codec is None else {"codec": codec})
 
 
 @pytest.mark.parametrize("nonfinite", ["raise", "allow"])

@@ -378,7 +378,9 @@ class LocalTraining:
         self._take_outer()
         versions = self._present_versions()
         with torch.no_grad():
-            parameters = [*self._model.parameters()]
+            # also those of a module that the script takes out while it evaluates
+            trained = (t.parameter for t in self._trained)
+            parameters = [*dict.fromkeys([*self._model.parameters(), *trained])]
             kept = [p.detach().clone() for p in parameters]
             buffers = [meeting.read_buffers() for meeting in self._meetings]
             for meeting in self._meetings:

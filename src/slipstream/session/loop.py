@@ -12,6 +12,7 @@ meanwhile, the script has skipped the update.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,9 @@ from slipstream.session.zeroing import Zeroing, is_zero
 
 if TYPE_CHECKING:
     from slipstream.parallel.pipeline.pipeline import Pipeline
+
+UNUSED = 100
+"""Windows whose backward passes are there without any update, before a warning says so."""
 
 
 class TrainingLoop:
@@ -149,14 +153,19 @@ class TrainingLoop:
         if loss_scale == 1.0:  # else it may be scaled
             self.tracer.sees_loss(loss)
 
-        def run() -> None:
+        def run(dummy_batch: bool) -> None:
+            if dummy_batch and not (self.window.contributions and _may_communicate(loss)):
+                return  # such a rank takes part in the exchange, with zeros
             part = self.precision.scaled(loss)
             weight = self.window.weight
             part = part * weight if weight != 1.0 else part
             part = part / self.window.accumulate if self.window.accumulate > 1 else part
-            if self.proof is not None and self.update_follows:
+            if self.proof is not None and self.update_follows and not dummy_batch:
                 self.proof.replay(part, self.steps)
-            part.backward(retain_graph=retain_graph)
+            # others wait for the collectives of this rank, and it adds nothing of its own loss
+            part.backward(
+                torch.zeros_like(part) if dummy_batch else None, retain_graph=retain_graph
+            )
 
         self._run_backward(run, loss_scale)
 
@@ -177,9 +186,10 @@ class TrainingLoop:
         scale = loss_scale * self.window.weight / self.window.accumulate
         loss = torch.full((), torch.nan)  # of a dummy batch, which is not computed
 
-        def run() -> None:
+        def run(dummy_batch: bool) -> None:
             nonlocal loss
-            loss = pipeline.forward_backward(loss_fn, args, kwargs, target, scale=scale)
+            if not dummy_batch:
+                loss = pipeline.forward_backward(loss_fn, args, kwargs, target, scale=scale)
 
         self._run_backward(run, loss_scale)
         return loss
@@ -214,8 +224,9 @@ class TrainingLoop:
             self._compared = True
         return loss_scale
 
-    def _run_backward(self, run: Callable[[], None], loss_scale: float) -> None:
-        """``run`` a backward pass; average the gradients if an update follows it."""
+    def _run_backward(self, run: Callable[[bool], None], loss_scale: float) -> None:
+        """``run`` a backward pass, told whether it is of a dummy batch; average the gradients if an
+        update follows it."""
         begins = not self.window_open
         dummy_batch = self.window.count()
         self.whole.complete()
@@ -229,8 +240,7 @@ class TrainingLoop:
         self.engine.begin(exchange=exchange, scale=self.window.scale, loss_scale=loss_scale)
         self._exchanged = False  # from here on averages may be mixed with gradients of this rank
         try:
-            if not dummy_batch:  # such a rank takes part in the exchange, with zeros
-                run()
+            run(dummy_batch)
             self.tracer.backward_ends()
             began = time.perf_counter()
             self.engine.end()
@@ -246,6 +256,10 @@ class TrainingLoop:
         self._zeroing.note(in_window=not exchange and not self._local_only)
         self.backwards += 1
         self._in_no_sync += self._local_only
+        if self.backwards == UNUSED * self.window.accumulate > UNUSED:
+            unused = self.complaint()  # as where step() is called in sync_gradients alone
+            if isinstance(unused, UsageError):
+                warnings.warn(str(unused), stacklevel=4)
         self.tracer.exchanged(self.engine.ready)
         if exchange and self.search is not None and self.search.watches:
             self.sharding.watch.begin(self._parameters)
@@ -329,6 +343,14 @@ class TrainingLoop:
             self._meet()
         elif self.local is not None and self._meetings_due:
             self.local.send_ahead(self._meetings_due[0])
+
+    def leave_out(self) -> None:
+        """Forget an update that no step can make, as its averages are not finite: a scaler of the
+        script has skipped it, and the script zeroes its gradients before the next backward."""
+        if self.update_due and self.engine.nonfinite:
+            self._clear()
+            self._end_update(None)
+        self.settle()
 
     def _meet(self) -> None:
         """Tell the meetings of updates that have ended, where no graph is waiting for backward: its
@@ -520,3 +542,18 @@ class TrainingLoop:
         if self._broken_off and self.dims.control is not None:
             raise messages.broken_off(self.steps + 1)
         self.whole.check_in_step()
+
+
+def _may_communicate(loss: torch.Tensor) -> bool:
+    """Whether the backward of a loss runs a function of Python: those of synchronised batch norm,
+    of ``slipstream.comm`` and of a script's own gathers wait for other ranks."""
+    seen: set[Any] = set()
+    due: list[Any] = [loss.grad_fn]
+    while due:
+        node = due.pop()
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            due.extend(following for following, _ in node.next_functions)
+    return False

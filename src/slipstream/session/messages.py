@@ -58,8 +58,8 @@ def step_by_hand_inside(window: str) -> UsageError:
     """``optimizer.step()`` where gradients are not averaged."""
     return UsageError(
         f"optimizer.step() inside {window}: the gradients are sums of this rank so "
-        "far; call session.step() after every backward(), or optimizer.step() only where "
-        "session.sync_gradients is True"
+        "far; call session.step() after every backward(); optimizer.step() and zero_grad() may "
+        "take its place where session.sync_gradients is True, and only there"
     )
 
 
@@ -131,7 +131,8 @@ def never_updated(backwards: int) -> UsageError:
     """The session ends, and has trained nothing."""
     return UsageError(
         f"{backwards} backward() and no update in this session: call session.step() "
-        "after every backward() (or optimizer.step() of the optimizer that accelerate() got)"
+        "after every backward(), also where session.sync_gradients is False (or optimizer.step() "
+        "of the optimizer that accelerate() got)"
     )
 
 

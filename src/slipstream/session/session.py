@@ -596,7 +596,7 @@ class Session(Generic[M, O]):
             self._loop.local.check_restore(verb)
 
     def _must_not_lose_gradients(self, verb: str) -> None:
-        self._loop.settle()
+        self._loop.leave_out()
         if self._loop.window_open:
             raise UsageError(
                 f"{verb}() inside an accumulation window would lose the gradients gathered so far; "
@@ -605,7 +605,7 @@ class Session(Generic[M, O]):
             )
 
     def _must_have_no_gradients(self, verb: str) -> None:
-        self._loop.settle()
+        self._loop.leave_out()
         if self._loop.window_open:
             raise UsageError(
                 f"{verb}() after a backward() that no update has used: its gradients are of the "
