@@ -110,8 +110,8 @@ class Cluster:
         return group
 
     def close(self) -> None:
-        """Destroy the groups of `new_group`, and the world if `connect` made it and nobody else uses
-        it; idempotent."""
+        """Destroy the groups of `new_group`, and the world if `connect` made it, with the last who
+        uses it; idempotent."""
         if not dist.is_initialized():  # the script has destroyed all groups already
             self._groups.clear()
         while self._groups:
