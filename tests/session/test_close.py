@@ -97,7 +97,7 @@ def end_of_a_child() -> tuple[bool, bool]:
 
 
 def test_a_child_process_leaves_a_session_that_it_has_not_closed(two: Ranks) -> None:
-    """``mp.spawn`` ends without atexit, and others took the rank for dead half a minute later."""
+    """One that was forked ends without atexit; others took it for dead half a minute later."""
     assert two.run(end_of_a_child) == [(True, True)] * 2
 
 
