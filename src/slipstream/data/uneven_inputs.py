@@ -76,6 +76,9 @@ class UnevenInputLoader:
     Exactness: bitwise for ranks with equal lengths.
     """
 
+    _loader: Iterable[Any]
+    _detached = False
+
     def __init__(
         self,
         loader: Iterable[Any],
@@ -89,7 +92,6 @@ class UnevenInputLoader:
     ) -> None:
         while isinstance(loader, UnevenInputLoader) and loader._detached:
             loader = loader._loader
-        self._detached = False
         self._followed = loader if isinstance(loader, UnevenInputLoader) else None
         self._loader, self._reading, self._skipping = loader, reading, skipping
         self._group = group if self._followed is None else None
