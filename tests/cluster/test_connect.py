@@ -113,6 +113,35 @@ def test_a_script_may_destroy_everything_before_close(two: Ranks) -> None:
     assert two.run(script_destroys_first, connect=False) == [False, False]
 
 
+def script_begins_anew() -> tuple[float, bool]:
+    before = connect(from_environ(), "cpu")
+    before.new_group()
+    dist.barrier()
+    dist.destroy_process_group()
+    again = connect(from_environ(), "cpu")
+    before.close()
+    total = summed(again)
+    again.close()
+    return total, dist.is_initialized()
+
+
+def test_a_script_may_begin_anew_before_close(two: Ranks) -> None:
+    assert two.run(script_begins_anew, connect=False) == [(3.0, False)] * 2
+
+
+def both_in_one_world() -> tuple[float, bool, bool]:
+    first, second = connect(from_environ(), "cpu"), connect(from_environ(), "cpu")
+    first.close()
+    first.close()
+    total, lives = summed(second), dist.is_initialized()
+    second.close()
+    return total, lives, dist.is_initialized()
+
+
+def test_a_world_ends_with_the_last_who_uses_it(two: Ranks) -> None:
+    assert two.run(both_in_one_world, connect=False) == [(3.0, True, False)] * 2
+
+
 def test_one_process_without_a_launcher_makes_no_group() -> None:
     cluster = connect(Environment(host="here"), "cpu")
     assert (cluster.world, cluster.new_group()) == (None, None)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 import slipstream
@@ -18,6 +19,7 @@ from slipstream import comm
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.cluster.groups import new_group, timeout_of
 from slipstream.ddp import DdpCodec
+from tests.harness.ranks import Ranks
 
 SECONDS = 77.0
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -55,6 +57,17 @@ def test_all_groups_of_a_session_have_the_timeout_of_the_world(two, name) -> Non
     for found in two.run(of_a_session, STRATEGIES[name]):
         assert len(found) > 2
         assert set(found) == {SECONDS}
+
+
+def of_a_world_of_its_own() -> set[float]:
+    with slipstream.accelerate(model := nn.Linear(4, 4), torch.optim.SGD(model.parameters())):
+        return {*timeouts()}
+
+
+def test_an_exchange_waits_as_long_as_under_ddp(two: Ranks) -> None:
+    """For a rank that evaluates, say."""
+    wanted = {default_pg_timeout.total_seconds()}
+    assert two.run(of_a_world_of_its_own, connect=False) == [wanted] * 2
 
 
 def of_the_others() -> list[float]:

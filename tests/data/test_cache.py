@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 import slipstream
 from slipstream.data.cache import cached, store
@@ -96,6 +96,19 @@ def test_another_dataset_has_another_cache(config: CacheConfig) -> None:
     assert first[1]["row"][0] + 1 == second[1]["row"][0]
     first.close()
     second.close()
+
+
+def test_folds_have_caches_of_their_own(config: CacheConfig) -> None:
+    """Of ten folds, whose eight samples that are looked at are equal."""
+    data = Rows(100)
+    folds = [Subset(data, [i for i in range(100) if i // 10 != fold]) for fold in (8, 9)]
+    for _ in range(2):
+        first, second = (cached(fold, config) for fold in folds)
+        assert_equal(first[85], data[95])
+        assert_equal(second[85], data[85])
+        first.close()
+        second.close()
+        folds = [Subset(fold, range(90)) for fold in folds]
 
 
 def test_random_samples_are_refused(config: CacheConfig) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from multiprocessing import util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +66,39 @@ def group_made_by_session() -> list[bool]:
 
 def test_a_group_that_the_session_made_ends_with_it(two: Ranks) -> None:
     assert two.run(group_made_by_session, connect=False) == [[False, True, False]] * 2
+
+
+def first_closes_first(strategy: Any) -> tuple[list[float], bool]:
+    first, second = opened(strategy), opened(strategy)
+    for session in (first, second):
+        update(session)
+    first.close()
+    update(second)
+    second.close()
+    sums = [float(p.detach().sum()) for p in second.model.parameters()]
+    return sums, dist.is_initialized()
+
+
+@pytest.mark.parametrize("strategy", [{}, {"gradients": {"transport": "sharded"}}], ids=str)
+def test_sessions_of_one_world_close_in_any_order(two: Ranks, strategy: Any) -> None:
+    of_the_script = two.run(first_closes_first, strategy)
+    own = two.run(first_closes_first, strategy, connect=False)
+    assert own == [(sums, False) for sums, _ in of_the_script]
+
+
+def end_of_a_child() -> tuple[bool, bool]:
+    kept = len(util._finalizer_registry)
+    opened().close()
+    forgotten = len(util._finalizer_registry) == kept
+    session = opened()
+    update(session)
+    util._run_finalizers(0)
+    return forgotten, session.closed
+
+
+def test_a_child_process_leaves_a_session_that_it_has_not_closed(two: Ranks) -> None:
+    """One that was forked ends without atexit; others took it for dead half a minute later."""
+    assert two.run(end_of_a_child) == [(True, True)] * 2
 
 
 SCRIPT = """

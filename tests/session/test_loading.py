@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from slipstream.errors import MismatchError, ModelError
 from tests.harness.ranks import Ranks
-from tests.session.training import opened
+from tests.session.training import loss_of, opened
 
 
 def given(kind: str) -> None:
@@ -48,3 +48,20 @@ def test_a_loader_on_some_ranks_only(two: Ranks) -> None:
     for error in two.fail(given, "none", timeout=40).values():
         assert type(error) is MismatchError
         assert "the loader: none on rank 1, given on rank 0" in str(error)
+
+
+def seen_again(strategy: Any) -> list[int]:
+    """Batches of a pass over the loader of a session that is over; rank 1 has fewer."""
+    loader: Any = [*range(4 - 2 * dist.get_rank())]
+    for _ in range(3):
+        with opened(strategy, loader) as session:
+            loader, seen = session.loader, []
+            for batch in loader:
+                seen.append(batch)
+                session.backward(loss_of(session))
+                session.step()
+    return seen
+
+
+def test_the_loader_of_a_session_that_is_over_keeps_ranks_in_step_again(two: Ranks) -> None:
+    assert two.run(seen_again, {}, timeout=40) == [[0, 1, 2, 3], [0, 1, 1, 1]]

@@ -17,6 +17,7 @@ from itertools import count
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -28,6 +29,7 @@ from slipstream.cluster.topology import ranks_by_host
 from slipstream.errors import ClusterError
 
 TIMEOUT = timedelta(minutes=10)
+"""Of the rendezvous."""
 AGREE_INTERVAL = 0.02
 """Seconds between two looks of the first rank for the others."""
 
@@ -35,6 +37,8 @@ AGREE_INTERVAL = 0.02
 # comes early to the next rendezvous must not meet one that is about to be closed. The number of the
 # rendezvous becomes a prefix: keys of an earlier one hold addresses that are gone.
 _stores: dict[str, tuple[Store, Iterator[int]]] = {}
+# How many use each world that was made here: whoever closes last destroys it.
+_users: dict[dist.ProcessGroup, int] = {}
 
 
 def from_environ() -> Environment:
@@ -65,7 +69,7 @@ class Cluster:
 
     ``world`` is None for one process without a launcher, where every exchange is the identity.
     ``hosts[rank]`` is the host of a rank. ``owns_world`` says that `connect` made the process
-    group, so that `close` destroys it.
+    group, so that `close` destroys it, once all who use it are closed.
     """
 
     environment: Environment
@@ -106,22 +110,28 @@ class Cluster:
         return group
 
     def close(self) -> None:
-        """Destroy the groups of `new_group`, and the world if `connect` made it; idempotent."""
+        """Destroy the groups of `new_group`, and the world if `connect` made it, with the last who
+        uses it; idempotent."""
         if not dist.is_initialized():  # the script has destroyed all groups already
             self._groups.clear()
-            return
         while self._groups:
-            dist.destroy_process_group(self._groups.pop())
-        if self.owns_world and dist.group.WORLD is self.world:
-            dist.destroy_process_group()
-        if self.owns_world:
-            # A group is freed, and its threads end, with its last reference: threads that outlive
-            # the interpreter abort the process.
-            object.__setattr__(self, "world", None)
+            with suppress(ValueError):  # so it has, and has made others
+                dist.destroy_process_group(self._groups.pop())
+        if not self.owns_world or self.world is None:
+            return
+        world = self.world
+        # A group is freed, and its threads end, with its last reference: threads that outlive the
+        # interpreter abort the process.
+        object.__setattr__(self, "world", None)
+        _users[world] -= 1
+        if not _users[world]:
+            del _users[world]
+            if dist.is_initialized() and dist.group.WORLD is world:
+                dist.destroy_process_group()
 
 
 def connect(
-    environment: Environment, device: torch.device | str, timeout: timedelta = TIMEOUT
+    environment: Environment, device: torch.device | str, timeout: timedelta | None = None
 ) -> Cluster:
     """Join the ranks that ``environment`` describes, or use the script's own process group.
 
@@ -129,7 +139,7 @@ def connect(
     world size. Otherwise a launcher's ranks make one (gloo; for a CUDA device gloo for CPU tensors
     and NCCL for CUDA tensors), and a process without a launcher makes none. A CUDA device without
     an index becomes the GPU of the local rank, and the current device. ``timeout`` bounds the
-    rendezvous and each later collective.
+    rendezvous (None: 10 minutes) and each later collective (None: torch's default, half an hour).
 
     Raises:
         ClusterError: the ranks do not meet, or this rank has no GPU; names rank, host and address.
@@ -152,7 +162,11 @@ def connect(
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, environment.host)
     environment = _as_in_world(environment, hosts)
-    return Cluster(environment, device, dist.group.WORLD, tuple(hosts), owns_world=not ready)
+    world = dist.distributed_c10d._get_default_group()
+    owns = not ready or world in _users
+    if owns:
+        _users[world] = _users.get(world, 0) + 1
+    return Cluster(environment, device, world, tuple(hosts), owns_world=owns)
 
 
 def reach_store(environment: Environment, timeout: timedelta) -> Store:
@@ -218,8 +232,8 @@ def _cuda_device(
     return torch.device("cuda", local_gpu(environment, torch.cuda.device_count()))
 
 
-def _init_world(environment: Environment, device: torch.device, timeout: timedelta) -> None:
-    ranks = environment.rank, environment.world_size
+def _init_world(environment: Environment, device: torch.device, given: timedelta | None) -> None:
+    ranks, timeout = (environment.rank, environment.world_size), given or TIMEOUT
     address = str(environment.master_addr)
     bracketed = f"[{address}]" if ":" in address else address
     # tcp:// and not env://: Slurm and Open MPI do not set the variables that env:// reads.
@@ -242,7 +256,7 @@ def _init_world(environment: Environment, device: torch.device, timeout: timedel
             store=PrefixStore(f"slipstream/{run}/{start}", store),
             rank=environment.rank,
             world_size=environment.world_size,
-            timeout=timeout,
+            timeout=given or default_pg_timeout,
         )
     except (RuntimeError, OSError, ValueError) as error:
         _stores.pop(url, None)

@@ -56,7 +56,7 @@ class UnevenInputLoader:
 
     Args:
         loader: any iterable of batches; that of another session is followed, so that two sessions
-            can train on the same batches.
+            can train on the same batches. Of one that is over, the user's loader counts.
         group: the ranks that iterate in step, for CPU tensors; None: this rank alone.
         recorder: gets a span for every wait for a batch.
         on_start: called when an epoch starts.
@@ -76,6 +76,9 @@ class UnevenInputLoader:
     Exactness: bitwise for ranks with equal lengths.
     """
 
+    _loader: Iterable[Any]
+    _detached = False
+
     def __init__(
         self,
         loader: Iterable[Any],
@@ -87,6 +90,8 @@ class UnevenInputLoader:
         skipping: Callable[[], AbstractContextManager[object]] = nullcontext,
         explaining: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
+        while isinstance(loader, UnevenInputLoader) and loader._detached:
+            loader = loader._loader
         self._followed = loader if isinstance(loader, UnevenInputLoader) else None
         self._loader, self._reading, self._skipping = loader, reading, skipping
         self._group = group if self._followed is None else None
@@ -205,7 +210,7 @@ class UnevenInputLoader:
         if self._agreement is not None:
             self._agreement.abandon()
         self._group = self._recorder = self._on_start = self._agreement = self.before_next = None
-        self._explaining = nullcontext
+        self._explaining, self._detached = nullcontext, True
 
     def __len__(self) -> int:
         """Length of this rank's own loader; an epoch is as long as the longest one really is."""

@@ -6,9 +6,11 @@ Techniques are installed by ``compose``; what a verb does inside is in ``loop`` 
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing.util import Finalize
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import torch
@@ -69,7 +71,11 @@ class Session(Generic[M, O]):
         self._closed = False
         self._afterwards: list[Callable[[], object]] = []
         self._handles = handles.pop_all()  # from here on the session undoes the installation
-        atexit.register(self.__exit__, SystemExit, SystemExit(), None)
+        at_end = SystemExit, SystemExit(), None
+        atexit.register(self.__exit__, *at_end)
+        self._finalizer: Any = None
+        if multiprocessing.parent_process() is not None:  # it ends without atexit
+            self._finalizer = Finalize(None, self.__exit__, at_end, exitpriority=0)
 
     def join_others(self, local: OpenTraining) -> None:
         """Join jobs that come and go, and take over a share of their data; ``accelerate()``
@@ -562,6 +568,8 @@ class Session(Generic[M, O]):
             return
         self._closed = True
         atexit.unregister(self.__exit__)
+        if self._finalizer is not None:
+            self._finalizer.cancel()
         loop, cluster = self._loop, self._cluster
         if error[0] is None and loop.failed:  # an error that the script has caught
             error = (UsageError, UsageError("the ranks are out of step"), None)

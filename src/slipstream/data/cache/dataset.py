@@ -43,7 +43,8 @@ def cached(
         dataset: gives the same sample each time it is asked for it; draw random numbers (for
             augmentations) from what it gives, not in it.
         config: where samples are kept, and how many bytes of them.
-        key: what tells this dataset from others; empty: its class, its length and some samples.
+        key: what tells this dataset from others; empty: its class, its length, some samples,
+            and the indices of each ``Subset`` in it.
 
     Exactness: bitwise.
 

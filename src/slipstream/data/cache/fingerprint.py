@@ -1,12 +1,17 @@
-"""Fingerprints of datasets: class, length and a few samples tell one from another."""
+"""Fingerprints of datasets: class, length, the indices of parts and a few samples tell one from
+another."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
+from torch.utils.data import Dataset, Subset
+
 from slipstream.data.pickled import pickled
+from slipstream.data.stamp import DEPTH
 from slipstream.errors import ModelError
 
 LOOKED_AT = 8
@@ -24,7 +29,8 @@ def places(size: int) -> list[int]:
 
 
 def fingerprint(dataset: Any) -> str:
-    """A name for what a dataset gives: its class, its length and a few of its samples.
+    """A name for what a dataset gives: its class, its length, a few of its samples, and the
+    indices of each ``Subset`` in it: folds of a cross-validation differ in some samples alone.
 
     Raises:
         ModelError: it gives different samples for the same index, or none.
@@ -43,4 +49,15 @@ def fingerprint(dataset: Any) -> str:
                 "draw from that"
             )
         digest.update(once)
+    for indices in _parts(dataset, DEPTH):
+        digest.update(indices.encode())
     return f"{kind.__qualname__}-{digest.hexdigest()[:16]}"
+
+
+def _parts(dataset: Any, depth: int) -> Iterator[str]:
+    """The indices of parts, of a dataset and of those in it."""
+    if isinstance(dataset, Subset):
+        yield " ".join(map(str, dataset.indices))
+    for inner in getattr(dataset, "__dict__", {}).values() if depth else ():
+        if isinstance(inner, Dataset):
+            yield from _parts(inner, depth - 1)
