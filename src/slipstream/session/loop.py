@@ -100,6 +100,7 @@ class TrainingLoop:
         self._by_hand: bool | None = None  # inside one by hand; True: it is skipped
         self._used = False  # by one by hand, which leaves the gradients
         self._broken_off = False  # an update has begun and not ended
+        self._by_other = False  # an optimizer of the script has used the averages
         self._meetings_due: list[bool] = []  # of ended updates: whether this rank has changed
 
     @property
@@ -318,10 +319,10 @@ class TrainingLoop:
         self.whole.note_gradients()
 
     def settle(self, *, in_forward: bool = False) -> None:
-        """Forget an update that the script has skipped, by zeroing its gradients. ``in_forward``: a
-        graph waits for its backward."""
+        """End an update whose gradients the script has zeroed: it has skipped it, unless another
+        optimizer has made it. ``in_forward``: a graph waits for its backward."""
         if self._backward_done and self.update_follows and self._zeroing.done_since:
-            self._end_update(None)
+            self._end_update(False if self._by_other else None, late=True)
         if not in_forward:
             self._meet()
         elif self.local is not None and self._meetings_due:
@@ -379,10 +380,10 @@ class TrainingLoop:
         self._broken_off = True
         return skip
 
-    def _end_update(self, skip: bool | None) -> None:
+    def _end_update(self, skip: bool | None, *, late: bool = False) -> None:
         """Count the update and tell every part of its end; ``skip``: gradients overflowed; None:
-        the script made no step."""
-        self._backward_done = self._exchanged = False
+        the script made no step. ``late``: a graph may wait for its backward."""
+        self._backward_done = self._exchanged = self._by_other = False
         worked = skip is False and self.window.contributions > 0
         if skip is False:
             self.steps += 1
@@ -393,11 +394,11 @@ class TrainingLoop:
         self.window.close()
         if skip is not None:
             self.precision.updated(skip)
-        self.engine.updated(self.steps, used=skip is False, late=skip is None)
+        self.engine.updated(self.steps, used=skip is False, late=late)
         self.tracer.update_ends()  # last, as it may change the split
         if self.local is not None:  # after it: a meeting is no work of the optimizer
             self._meetings_due.append(worked)
-            if skip is not None:
+            if not late:
                 self._meet()
         self._broken_off = False
         if self.proof is not None:
@@ -433,10 +434,15 @@ class TrainingLoop:
     def _other_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Another optimizer of the script steps: right for parameters of this model only where
         averaged gradients are there."""
-        if self._updating or self.update_due or self._used:
+        if self._updating or self._used:
+            return
+        theirs = [p for group in optimizer.param_groups for p in group["params"]]
+        if self.update_due:  # it may be all of the update: within one that has no hooks, say
+            held = {p for group in self.optimizer.param_groups for p in group["params"]}
+            self._by_other |= any(p in held for p in theirs)
             return
         trained = {*self._parameters}
-        shared = [p for g in optimizer.param_groups for p in g["params"] if p in trained]
+        shared = [p for p in theirs if p in trained]
         if shared and (self.window_open or all(p.grad is None for p in shared)):
             raise messages.other_step(optimizer)
 
