@@ -52,8 +52,8 @@ class UnevenInputLoader:
 
     An error of the loader ends nothing: where its iterator can go on, so can this one.
 
-    Other attributes are those of the user's loader: its ``dataset``, its ``sampler``. What is set on
-    it is set there.
+    Other attributes are those of the user's loader: its ``dataset``, its ``sampler``. What is set
+    on it is set there.
 
     Args:
         loader: any iterable of batches; that of another session is followed, so that two sessions
