@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import slipstream
+from slipstream.data.balance import SampleBalance
+from slipstream.data.prefetch import prefetch
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import ModelError
+from slipstream.strategy import BalanceConfig, PrefetchConfig
 from slipstream.trace.recorder import Recorder
 from tests.data.uneven_training import (
     RowStream,
@@ -261,3 +264,28 @@ def test_collectives_of_the_model_run_in_dummy_batches_too(
     first, second = two.run(trained_in_common, PerRank(*lengths), timeout=40)
     assert first == second
     torch.testing.assert_close(first, reference_in_common(lengths), rtol=1e-12, atol=1e-14)
+
+
+class Costly(list[int]):
+    lengths = (1, 1, 1, 1)
+
+
+def test_what_is_set_on_it_is_set_on_the_users_loader() -> None:
+    """As a loop turns mixup off that has got the session's loader."""
+    loader = DataLoader([1, 2, 3, 4], batch_size=2, collate_fn=sum)
+    ahead = prefetch(loader, PrefetchConfig(threads=True, workers=1))
+    around = UnevenInputLoader(ahead, group=None)
+    assert [*around] == [3, 7]
+    around.collate_fn = max
+    assert (loader.collate_fn, [*around]) == (max, [2, 4])
+    ahead.close()
+    with pytest.raises(ValueError, match="batch_size attribute should not be set"):
+        around.batch_size = 4
+
+
+def test_what_is_set_on_it_reaches_the_loader_that_is_dealt() -> None:
+    loader = DataLoader(Costly([1, 2, 3, 4]), batch_size=2, collate_fn=sum)
+    balance = SampleBalance(loader, BalanceConfig(), rank=0, ranks=1)
+    around = UnevenInputLoader(balance.over(balance.loader), group=None)
+    around.collate_fn = max
+    assert sum(around) == 6

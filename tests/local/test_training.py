@@ -6,6 +6,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -498,6 +499,45 @@ def test_parameters_unused_on_one_rank_meet_and_frozen_ones_stay(two: Ranks) -> 
         assert equal
         assert "1.bias" in message
         assert "thaw" in message
+
+
+def frozen_on_the_way(local: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether a layer that is frozen stays, and whether another one trains."""
+    model = build()
+    session = slipstream.accelerate(model, adamw(model), None, {"local": {"steps": 2, **local}})
+    for update in range(12):
+        model[1].requires_grad_(update < 4)
+        if update == 7:  # what was on its way has arrived
+            before = flat(model[1].parameters()), flat(model[3].parameters())
+        session.backward(loss_of(model, session.rank, update))
+        session.step()
+    after = flat(model[1].parameters()), flat(model[3].parameters())
+    session.close()
+    same = [torch.allclose(a, b, rtol=0, atol=1e-9) for a, b in zip(before, after, strict=True)]
+    return same[0], same[1]
+
+
+@pytest.mark.parametrize("local", [{}, {"delay": 1}, {"offload": True}], ids=str)
+def test_outer_momentum_does_not_move_what_is_frozen(two: Ranks, local: dict[str, Any]) -> None:
+    assert two.run(frozen_on_the_way, local) == [(True, False)] * 2
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_weights_merged_in_evaluating_are_unmerged_there(inside: bool) -> None:
+    """As layers with LoRA do in eval() and train()."""
+    model = build()
+    weight: Any = model[1].weight
+    weight.requires_grad_(False)
+    with slipstream.accelerate(model, sgd(model), None, {"local": {"steps": 4}}) as session:
+        session.backward(loss_of(model, 0, 1))
+        session.step()
+        before, added = weight.clone(), 0.1 * torch.randn_like(weight)
+        refused = nullcontext() if inside else pytest.raises(UsageError, match="inside the with")
+        with refused, session.evaluating():
+            weight.data += added
+            if inside:
+                weight.data -= added
+        assert torch.equal(weight, before)
 
 
 def inside_evaluating() -> str:

@@ -26,6 +26,13 @@ def test_a_step_that_fails_leaves_the_model_as_it_is() -> None:
     assert net.first.weight.dtype == torch.bfloat16
 
 
+class Around(torch.optim.Optimizer):
+    """Lookahead and its kin."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "a slip": (
         lambda: small(float_modules=["lasst"]),
@@ -43,6 +50,11 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: half_weights((net := Net()), torch.optim.LBFGS(net.parameters())),
         ModelError,
         "LBFGS: it computes losses inside its step",
+    ),
+    "an optimizer around another one": (
+        lambda: half_weights((net := Net()), Around(torch.optim.SGD(net.parameters()))),
+        ModelError,
+        "Around, whose __init__ does not call Optimizer.__init__()",
     ),
     "an optimizer of another model": (
         lambda: half_weights(Net(), torch.optim.SGD(Net().parameters())),

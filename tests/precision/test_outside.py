@@ -157,6 +157,26 @@ def test_a_key_encoder_follows_below_the_rounding_of_16_bits() -> None:
     assert torch.equal(key.first.weight, expected)
 
 
+def test_a_clone_is_of_the_master_outside_of_the_model() -> None:
+    """As torch_ema and diffusers begin averages, and store what they put back."""
+    net, optimizer, half = small()
+    update(net, optimizer)
+    before = {p: master.clone() for p, master in half.masters.items()}
+    stored = [p.clone() for p in net.parameters()]
+    for p in net.parameters():
+        p.data.copy_(torch.zeros_like(p))
+    net(torch.ones(2, 5))
+    for p, kept in zip(net.parameters(), stored, strict=True):
+        p.data.copy_(kept.data)
+    assert all(torch.equal(half.masters[p], before[p]) for p in before)
+    net.first.weight.clone().square().sum().backward()
+    assert net.first.weight.grad is not None
+    torch.testing.assert_close(
+        net.first.weight.grad, 2 * before[net.first.weight], rtol=0.01, atol=0
+    )
+    assert torch.clone(net.first.weight).dtype == torch.bfloat16
+
+
 def test_inside_of_the_model_data_has_16_bits() -> None:
     seen: list[torch.dtype] = []
 

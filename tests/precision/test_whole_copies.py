@@ -78,3 +78,14 @@ def test_a_parameter_made_of_one_is_refused() -> None:
     half_weights(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
     with pytest.raises(UsageError, match="weight_norm and other parametrizations"):
         nn.utils.parametrizations.weight_norm(layer)
+
+
+def test_a_copy_that_is_kept_stays_where_data_is_assigned(training: Training) -> None:
+    """As averages are put in for an evaluation, by pointers, and taken out again."""
+    weight = training.layer.weight
+    before, kept = training.layer.state_dict()["weight"].clone(), weight.data
+    weight.data = torch.zeros(4, 4)
+    assert not weight.data.any()
+    assert kept.equal(before)
+    weight.data = kept
+    assert training.layer.state_dict()["weight"].equal(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,6 +52,12 @@ def lazy() -> None:
 def half_on_meta() -> None:
     model = small()
     model[1].to("meta")  # type: ignore[operator,index]
+    accelerate_and_close(model)
+
+
+def scripted() -> None:
+    with warnings.catch_warnings(action="ignore"):  # it is deprecated
+        model = torch.jit.script(small())
     accelerate_and_close(model)
 
 
@@ -169,6 +176,7 @@ MODELS: dict[str, Case] = {
         ModelError,
         ["parameter weight", "float8_e4m3fn", "allowed: float32"],
     ),
+    "scripted": (scripted, ModelError, ["ScriptModule", "pass the plain module"]),
     "not a module": (
         lambda: accelerate_and_close([1], sgd(small())),
         ModelError,

@@ -6,6 +6,7 @@ Each is compared with one process on the joined batch, or refused.
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -284,6 +285,86 @@ def test_a_step_by_hand_that_raised_counts_once_on_one_process() -> None:
         optimizer.fails = False
         session.step()
         assert session.updates == 1
+
+
+class Around(torch.optim.Optimizer):
+    """Lookahead and its kin, which do not call ``super().__init__()``."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
+        self.state = defaultdict(dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+class Holder:
+    """Apex's LARC and its kin, which are no optimizers of torch's."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+    def step(self) -> None:
+        self.inner.step()
+
+
+WAYS: dict[str | None, Any] = {"around": Around, "held": Holder, "made later": lambda own: own}
+FEEDBACK = {"gradients": {"codec": {"kind": "int8", "error_feedback": True}}}
+MEETS = {"local": {"steps": 2, "lr": 1.0, "momentum": 0.0}}
+
+
+def by_hand(way: str | None, strategy: dict[str, Any]) -> tuple[int, int, torch.Tensor]:
+    """Steps by hand of an optimizer, or of one around it, or of one that a script makes later."""
+    model = model_of()
+    own: Any = SGD(model.parameters(), lr=0.1)
+    given = WAYS.get(way, lambda own: own)(own)
+    session = slipstream.accelerate(model, given, None, strategy)
+    steps = SGD(model.parameters(), lr=0.1) if way == "made later" else given
+    for batch in batches(7):
+        session.backward(loss_of(model, batch[dist.get_rank()]))
+        steps.step()
+        steps.zero_grad()
+    session.state_dict()
+    counts = session.updates, session.skipped
+    session.close()
+    return *counts, torch.cat([p.detach().view(-1) for p in model.parameters()])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_of_an_optimizer_inside_is_an_update(two: Ranks, way: str) -> None:
+    """Codecs keep what they owe, as they do where the session sees the step itself."""
+    for (*counts, found), (*_, expected) in zip(
+        two.run(by_hand, way, FEEDBACK), two.run(by_hand, None, FEEDBACK), strict=True
+    ):
+        assert counts == [7, 0]
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_meet_count_the_steps_of_an_optimizer_inside(two: Ranks, way: str) -> None:
+    start = torch.cat([p.detach().view(-1) for p in model_of().parameters()])
+    (*_, expected), _ = two.run(by_hand, None, MEETS)
+    (*counts, first), (*_, second) = two.run(by_hand, way, MEETS)
+    assert counts == [7, 0]
+    assert torch.equal(first, second)
+    assert (first - expected).norm() < 0.2 * (expected - start).norm()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_model_with_scripted_layers_trains() -> None:
+    model: Any = model_of()
+    model[0], model[2] = torch.jit.script(model[0]), torch.jit.script(model[2])
+    with slipstream.accelerate(model, SGD(model.parameters(), lr=0.1, momentum=0.9)) as session:
+        for batch in batches():
+            session.backward((loss_of(model, batch[0]) + loss_of(model, batch[1])) / 2)
+            session.step()
+    assert_equal(model, plain([[0], [1], [2], [3]]))
 
 
 # Skipped updates, states.

@@ -52,7 +52,8 @@ class UnevenInputLoader:
 
     An error of the loader ends nothing: where its iterator can go on, so can this one.
 
-    Other attributes are those of the user's loader: its ``dataset``, its ``sampler``.
+    Other attributes are those of the user's loader: its ``dataset``, its ``sampler``. What is set
+    on it is set there.
 
     Args:
         loader: any iterable of batches; that of another session is followed, so that two sessions
@@ -220,6 +221,12 @@ class UnevenInputLoader:
         if name.startswith("_"):  # copy and pickle ask for these before __init__ has run
             raise AttributeError(name)
         return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name == "before_next":
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._loader, name, value)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise UsageError(

@@ -331,9 +331,20 @@ class Meeting:
         """
         flight, self.flight = self.flight, None
         assert flight is not None
-        self.outer.grad = flight.change.to(self._home)
+        change = flight.change.to(self._home)
+        # All ranks are at one update, so what is frozen on this one is so on all.
+        in_step = not self._config.stretch and self._config.rendezvous is None
+        parts = zip(self.fragment.pieces, self._parts(self.outer), self._parts(change), strict=True)
+        means = [
+            (part, part - moved)
+            for piece, (_, part), (_, moved) in parts
+            if in_step and not piece.parameter.requires_grad
+        ]
+        self.outer.grad = change
         self._optimizer.step()
         self.outer.grad = None
+        for part, mean in means:  # frozen since the start: no momentum carries it on
+            part.copy_(mean)
         self.buffers.copy_(flight.buffers)
         self.done += 1
         self.counted += int(flight.totals[0])

@@ -381,7 +381,7 @@ class LocalTraining:
             # also those of a module that the script takes out while it evaluates
             trained = (t.parameter for t in self._trained)
             parameters = [*dict.fromkeys([*self._model.parameters(), *trained])]
-            kept = [p.detach().clone() for p in parameters]
+            kept = {p: p.detach().clone() for p in parameters}
             buffers = [meeting.read_buffers() for meeting in self._meetings]
             for meeting in self._meetings:
                 meeting.write(meeting.outer)
@@ -394,12 +394,20 @@ class LocalTraining:
         finally:
             self.evaluates = False
             with torch.no_grad():
-                for p, value in zip(parameters, kept, strict=True):
+                changed = [name for name, p in self._frozen if _apart(p, kept[p])]
+                for p, value in kept.items():
                     p.copy_(value)
                 for meeting, values in zip(self._meetings, buffers, strict=True):
                     meeting.write_buffers(values)
             if as_updated:
                 self._versions = self._present_versions()
+        if changed:
+            raise UsageError(
+                f"{changed[0]}, which is frozen, was changed inside session.evaluating(), after "
+                "which all parameters are as before; layers that merge LoRA weights in "
+                "model.eval() must unmerge them in it, too: call model.train() inside the with "
+                "block"
+            )
 
     # State.
 
@@ -629,3 +637,11 @@ class LocalTraining:
         note = f"{len(self._meetings)} fragments, {rate} in place of gradients"
         note += f"; {self._why}" if self._why else ""
         return [Row("local", f"{done} meetings", note, "lossy")]
+
+
+def _apart(now: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether more than rounding lies between them, as where values are added and taken off."""
+    if not now.is_floating_point():
+        return not torch.equal(now, before)
+    far = torch.linalg.vector_norm(now - before)
+    return bool(far > 8 * torch.finfo(now.dtype).eps * torch.linalg.vector_norm(before))

@@ -45,6 +45,11 @@ def _problem(model: nn.Module, optimizer: object) -> str | None:
             ", which is not a torch.optim.Optimizer and has no step hooks; use a "
             "torch.optim.Optimizer, or precision autocast"
         )
+    if not hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):
+        return (
+            ", whose __init__ does not call Optimizer.__init__(), so that there are no hooks where "
+            "its state is loaded; use the optimizer inside of it, or precision autocast"
+        )
     if isinstance(optimizer, LBFGS):
         return (
             ": it computes losses inside its step, where the parameters are the fp32 masters; use "

@@ -3,7 +3,8 @@
 [Note: Reading and writing from outside]
 A parameter that has a master is of a subclass of its class. Outside of the model's own computing
 (its forward and backward), ``parameter.data`` and ``parameter.detach()``, by which averages,
-clippings and initialisations read and write, are the master. torch counts no writes through
+clippings and initialisations read and write, are the master, and
+``parameter.clone()`` is a copy of it. torch counts no writes through
 ``parameter.data``; through these tensors it does, so master and 16-bit values can follow each
 other. Where this rank has a part of the master alone, they are a copy (``whole_copies``).
 Optimizers see parameters of their own class.
@@ -213,6 +214,17 @@ class Masters:
             self._show(parameter)
         return (self.values if outside else self.halves)[parameter].detach()
 
+    def _assign(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        self._copies.replace(parameter, values)
+        self._write(parameter, values)
+
+    def _clone(self, parameter: nn.Parameter, **options: Any) -> torch.Tensor:
+        cloned = torch.Tensor.clone(parameter, **options)
+        if not self._outside:
+            return cloned
+        wide = cloned.float()  # with the graph of the 16-bit values
+        return wide + (self._read(parameter) - wide).detach()
+
     def _detach(self, parameter: nn.Parameter) -> torch.Tensor:
         if sys._getframe(2).f_code is _NEW_PARAMETER:
             raise UsageError(
@@ -246,7 +258,8 @@ class Masters:
         self._agree(parameter)
         kind = type(parameter)
         if kind not in self._kinds:
-            self._kinds[kind] = _seen_from_outside(kind, self._read, self._write, self._detach)
+            seen = self._read, self._assign, self._detach, self._clone
+            self._kinds[kind] = _seen_from_outside(kind, *seen)
         parameter.__class__ = self._kinds[kind]
 
 
@@ -255,6 +268,7 @@ def _seen_from_outside(
     read: Callable[[nn.Parameter], torch.Tensor],
     write: Callable[[nn.Parameter, torch.Tensor], None],
     detached: Callable[[nn.Parameter], torch.Tensor],
+    cloned: Callable[..., torch.Tensor],
 ) -> Any:
     """A subclass of ``kind`` whose ``data`` is what ``read`` returns and ``write`` takes."""
 
@@ -263,6 +277,9 @@ def _seen_from_outside(
 
     def detach(self: nn.Parameter) -> torch.Tensor:
         return detached(self)
+
+    def clone(self: nn.Parameter, **options: Any) -> torch.Tensor:
+        return cloned(self, **options)
 
     def grad(self: nn.Parameter) -> Any:
         return _GRAD.__get__(self)
@@ -278,6 +295,7 @@ def _seen_from_outside(
     members = {
         "data": property(data, write),
         "detach": detach,
+        "clone": clone,
         "grad": property(grad, set_grad, delete_grad),
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,

@@ -56,6 +56,13 @@ class WholeCopies:
             copy.version, copy.of = copy.values._version, stamp
         return copy.values
 
+    def replace(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        """``parameter.data = values``: the copy of before stays as it is, as it may be kept to be
+        put back."""
+        copy = self._copies.get(parameter)
+        if copy is not None and copy.values is not values:
+            del self._copies[parameter]
+
     def take(self, *parameters: nn.Parameter) -> None:
         """Write back what was written into copies; of none: of all."""
         for parameter in parameters or tuple(self._copies):

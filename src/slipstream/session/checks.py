@@ -40,6 +40,11 @@ def check_model(model: nn.Module) -> None:
     Raises:
         ModelError: names the module, parameter or buffer by its path.
     """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(
+            "the model is a ScriptModule, which takes no hooks; pass the plain module, and script "
+            "a copy of it where one is saved: torch.jit.script(copy.deepcopy(model))"
+        )
     # of whoever has such a model, as the import takes a second
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
     for path, module in model.named_modules():

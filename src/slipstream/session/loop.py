@@ -106,6 +106,7 @@ class TrainingLoop:
         self._dropped: set[torch.Tensor] = set()  # parameters that had kept theirs until then
         self._broken_off = False  # an update has begun and not ended
         self._collectives = 0  # when a step began
+        self._by_other = False  # an optimizer of the script has used the averages
         self._meetings_due: list[bool] = []  # of ended updates: whether this rank has changed
 
     @property
@@ -335,10 +336,10 @@ class TrainingLoop:
         self.whole.note_gradients()
 
     def settle(self, *, in_forward: bool = False) -> None:
-        """Forget an update that the script has skipped, by zeroing its gradients. ``in_forward``: a
-        graph waits for its backward."""
+        """End an update whose gradients the script has zeroed: it has skipped it, unless another
+        optimizer has made it. ``in_forward``: a graph waits for its backward."""
         if self._backward_done and self.update_follows and self._zeroing.done_since:
-            self._end_update(None)
+            self._end_update(False if self._by_other else None, late=True)
         if not in_forward:
             self._meet()
         elif self.local is not None and self._meetings_due:
@@ -404,10 +405,10 @@ class TrainingLoop:
         self._broken_off = True
         return skip
 
-    def _end_update(self, skip: bool | None) -> None:
+    def _end_update(self, skip: bool | None, *, late: bool = False) -> None:
         """Count the update and tell every part of its end; ``skip``: gradients overflowed; None:
-        the script made no step."""
-        self._backward_done = self._exchanged = False
+        the script made no step. ``late``: a graph may wait for its backward."""
+        self._backward_done = self._exchanged = self._by_other = False
         worked = skip is False and self.window.contributions > 0
         if skip is False:
             self.steps += 1
@@ -418,11 +419,11 @@ class TrainingLoop:
         self.window.close()
         if skip is not None:
             self.precision.updated(skip)
-        self.engine.updated(self.steps, used=skip is False, late=skip is None)
+        self.engine.updated(self.steps, used=skip is False, late=late)
         self.tracer.update_ends()  # last, as it may change the split
         if self.local is not None:  # after it: a meeting is no work of the optimizer
             self._meetings_due.append(worked)
-            if skip is not None:
+            if not late:
                 self._meet()
         self._broken_off = False
         if self.proof is not None:
@@ -462,14 +463,19 @@ class TrainingLoop:
     def _other_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Another optimizer of the script steps: right for parameters of this model only where
         averaged gradients are there."""
-        ready = self.update_due or self._used
-        if self._updating or (ready and not self._dropped):
+        if self._updating:
             return
+        theirs = [p for group in optimizer.param_groups for p in group["params"]]
         trained = {*self._parameters}
-        shared = [p for g in optimizer.param_groups for p in g["params"] if p in trained]
+        shared = [p for p in theirs if p in trained]
         if not self._dropped.isdisjoint(shared):
             raise messages.other_step_late(optimizer)
-        if not ready and shared and (self.window_open or all(p.grad is None for p in shared)):
+        if self._used:
+            return
+        if self.update_due:  # it may be all of the update: within one that has no hooks, say
+            self._by_other |= bool(shared)
+            return
+        if shared and (self.window_open or all(p.grad is None for p in shared)):
             raise messages.other_step(optimizer)
 
     def _overflowed(self) -> bool:

@@ -55,7 +55,7 @@ class Members:
         Raises:
             UsageError: names the parameters.
         """
-        replaced = [p for p, _, (module, key) in self._ends if module._parameters.get(key) is not p]
+        replaced = [p for p, _, (module, key) in self._ends if getattr(module, key, None) is not p]
         if self._registered or replaced:
             self._compare_names()
             self._registered = False

@@ -31,6 +31,7 @@ _OF_ITS_CLASS: dict[Any, Callable[..., Any]] = {
     _DATA.__get__: lambda parameter, *_: parameter.data,
     _DATA.__set__: lambda parameter, values: setattr(parameter, "data", values),
     torch.Tensor.detach: lambda parameter: parameter.detach(),
+    torch.Tensor.clone: lambda parameter, **options: parameter.clone(**options),
 }
 """What a parameter's own class may answer in another way, as that of half weights does."""
 
@@ -68,7 +69,7 @@ class PendingParameter(nn.Parameter):
                 parameter.arrive()
                 _refuse_trace()
             if func in _OF_ITS_CLASS:  # its own class may have another answer
-                return _OF_ITS_CLASS[func](*args)
+                return _OF_ITS_CLASS[func](*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 

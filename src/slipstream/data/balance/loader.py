@@ -228,6 +228,12 @@ class BalancedLoader:
             raise AttributeError(name)
         return getattr(self._loader, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._loader, name, value)
+
     def __iter__(self) -> Iterator[Any]:
         # at once, not with the first batch: a pass that is gone on with draws what it has drawn
         iteration = self._balance.begin()

@@ -82,7 +82,8 @@ def is_prefetchable(loader: Any, *, streams: bool = True) -> bool:
 
 
 class PrefetchLoader:
-    """The result of `prefetch`. Attributes that it lacks are those of the loader.
+    """The result of `prefetch`. Attributes that it lacks are those of the loader, also when
+    they are set.
 
     Leaving a loop early drops what was read of that pass, and an error ends the pass. A second
     iterator, while the first one is not over, reads for itself, as one of the loader does.
@@ -132,6 +133,12 @@ class PrefetchLoader:
             raise AttributeError(name)
         owner = self._reader if name in _STATE and hasattr(self._loader, name) else self._loader
         return getattr(owner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name == "source":
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._loader, name, value)
 
     def __iter__(self) -> Iterator[Any]:
         running = None if self._running is None else self._running()
