@@ -261,6 +261,15 @@ def mistakes_with_trainer() -> None:
     arguments = importlib.import_module("transformers").TrainingArguments
     with patch.object(arguments, "n_gpu", 2), pytest.raises(UsageError, match="2 GPUs in one"):
         trainer({})
+    transformers = importlib.import_module("transformers")
+
+    class Other(transformers.Trainer):  # type: ignore[name-defined]  # as TRL's PPOTrainer
+        def __init__(self, **named: Any) -> None:
+            self.accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
+
+    mine = type("Mine", (adapter("trainer").SessionTrainer, Other), {})
+    with pytest.raises(UsageError, match="Mine makes an accelerator of its own"):
+        mine(model=model_of_tests())
 
 
 def mistakes_with_lightning() -> None:

@@ -190,8 +190,13 @@ class Accelerator(accelerate.Accelerator):
         """
         if self.session is None:
             return super().save_state(*arguments, **named)
+        if not self.session.between_updates:
+            raise UsageError(
+                "save_state() inside an accumulation window, whose gradients no checkpoint holds: "
+                "call it only where accelerator.sync_gradients is True, behind optimizer.step()"
+            )
         with self.session.evaluating():
-            state = self.session.state_dict()  # first: it refuses before a file is there
+            state = self.session.state_dict()
             folder = super().save_state(*arguments, **named)
         self.save(state, Path(folder, SESSION_FILE))
         return folder

@@ -85,7 +85,7 @@ def check_recompute(model: nn.Module, config: RecomputeConfig) -> None:
         if getattr(module, "gradient_checkpointing", False) is True:
             raise UsageError(
                 f"memory.recompute: {path or 'the model'} uses its own gradient checkpointing; "
-                "call model.gradient_checkpointing_disable()"
+                "call model.gradient_checkpointing_disable(), or leave it out of TrainingArguments"
             )
     _paths_to_recompute(model, config)
 
