@@ -439,6 +439,30 @@ def test_accelerates_state_dict_has_the_parameters_that_evaluate_best(two: Ranks
     assert two.run(trained_state) == [(True, True)] * 2
 
 
+def saves_tied(strategy: dict[str, Any], folder: Path) -> bool:
+    """Whether Accelerate saves, and loads, a model of tied weights, as most language models are."""
+    package = importlib.import_module("accelerate")
+    package.state.AcceleratorState._reset_state(True)
+    package.state.GradientState._reset_state()
+    accelerator = adapter("accelerate").Accelerator(cpu=True, strategy=strategy)
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
+    model[1].weight = model[0].weight
+    model, _ = accelerator.prepare(model, adamw(model))
+    saved = model[0].weight.detach().clone()
+    accelerator.save_state(str(folder))
+    accelerator.wait_for_everyone()
+    model[0].weight.data.zero_()
+    accelerator.load_state(str(folder))
+    same = torch.equal(model[1].weight.detach(), saved)
+    accelerator.free_memory()
+    return same
+
+
+@pytest.mark.parametrize("strategy", ["defaults", "sharded"])
+def test_accelerate_saves_tied_weights(two: Ranks, strategy: str, tmp_path: Path) -> None:
+    assert two.run(saves_tied, EXACT[strategy], tmp_path / "saved") == [True, True]
+
+
 def skips() -> list[tuple[bool, float]]:
     """Whether Accelerate takes an update for skipped, and the rate after it, for two updates."""
     package = importlib.import_module("accelerate")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import isinf
@@ -213,7 +214,8 @@ class Accelerator(accelerate.Accelerator):
                 outer = session.strategy.local is not None  # there for the moment
                 return mapped(state, torch.Tensor.clone) if outer else state
         whole = session.checkpoint("model")["model"]
-        return dict(zip(state, whole.values(), strict=True))  # names are those of what was compiled
+        # names are those of what was compiled; only in this type does Accelerate look for tied ones
+        return OrderedDict(zip(state, whole.values(), strict=True))
 
     def load_state(self, *arguments: Any, **named: Any) -> None:
         """Load a checkpoint of this or of a plain Accelerator, which has no state of a session."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -362,7 +362,7 @@ class LocalTraining:
             yield
             return
         self._take_outer()
-        versions = self._present_versions()
+        versions, training = self._present_versions(), self._model.training
         with torch.no_grad():
             parameters = [*self._model.parameters()]
             kept = [p.detach().clone() for p in parameters]
@@ -377,7 +377,8 @@ class LocalTraining:
             yield
         finally:
             self.evaluates = False
-            with torch.no_grad():
+            adapted = bool(self._frozen) and self._model.training != training
+            with torch.no_grad(), _adapters_out(self._model) if adapted else nullcontext():
                 for p, value in zip(parameters, kept, strict=True):
                     p.copy_(value)
                 for meeting, values in zip(self._meetings, buffers, strict=True):
@@ -613,3 +614,18 @@ class LocalTraining:
         note = f"{len(self._meetings)} fragments, {rate} in place of gradients"
         note += f"; {self._why}" if self._why else ""
         return [Row("local", f"{done} meetings", note, "lossy")]
+
+
+@contextmanager
+def _adapters_out(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in its other mode: adapters that ``eval()`` merges into frozen weights, as
+    loralib's, come out with the values that went in, and go in again with those that are then."""
+    modes = [(module, module.training) for module in model.modules()]
+    now = model.training
+    model.train(not now)
+    try:
+        yield
+    finally:
+        model.train(now)
+        for module, mode in modes:
+            module.training = mode
