@@ -447,20 +447,19 @@ def saves_tied(strategy: dict[str, Any], folder: Path) -> bool:
     accelerator = adapter("accelerate").Accelerator(cpu=True, strategy=strategy)
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
     model[1].weight = model[0].weight
-    model, _ = accelerator.prepare(model, adamw(model))
     saved = model[0].weight.detach().clone()
+    model, _ = accelerator.prepare(model, adamw(model))
     accelerator.save_state(str(folder))
     accelerator.wait_for_everyone()
     model[0].weight.data.zero_()
     accelerator.load_state(str(folder))
-    same = torch.equal(model[1].weight.detach(), saved)
     accelerator.free_memory()
-    return same
+    return torch.equal(model[1].weight, saved)
 
 
-@pytest.mark.parametrize("strategy", ["defaults", "sharded"])
+@pytest.mark.parametrize("strategy", ["int8", "sharded masters"])
 def test_accelerate_saves_tied_weights(two: Ranks, strategy: str, tmp_path: Path) -> None:
-    assert two.run(saves_tied, EXACT[strategy], tmp_path / "saved") == [True, True]
+    assert two.run(saves_tied, RESUMED[strategy], tmp_path / "saved") == [True, True]
 
 
 def skips() -> list[tuple[bool, float]]:

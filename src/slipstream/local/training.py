@@ -618,8 +618,8 @@ class LocalTraining:
 
 @contextmanager
 def _adapters_out(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in its other mode: adapters that ``eval()`` merges into frozen weights, as
-    loralib's, come out with the values that went in, and go in again with those that are then."""
+    """Inside, the model is in its other mode: adapters that ``eval()`` merges into frozen weights,
+    as loralib's, come out with the values that went in, and go in again with those of then."""
     modes = [(module, module.training) for module in model.modules()]
     now = model.training
     model.train(not now)
