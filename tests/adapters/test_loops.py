@@ -261,6 +261,15 @@ def mistakes_with_trainer() -> None:
     arguments = importlib.import_module("transformers").TrainingArguments
     with patch.object(arguments, "n_gpu", 2), pytest.raises(UsageError, match="2 GPUs in one"):
         trainer({})
+    transformers = importlib.import_module("transformers")
+
+    class Other(transformers.Trainer):  # type: ignore[name-defined]  # as TRL's PPOTrainer
+        def __init__(self, **named: Any) -> None:
+            self.accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
+
+    mine = type("Mine", (adapter("trainer").SessionTrainer, Other), {})
+    with pytest.raises(UsageError, match="Mine makes an accelerator of its own"):
+        mine(model=model_of_tests())
 
 
 def mistakes_with_lightning() -> None:
@@ -428,6 +437,29 @@ def trained_state() -> tuple[bool, bool]:
 
 def test_accelerates_state_dict_has_the_parameters_that_evaluate_best(two: Ranks) -> None:
     assert two.run(trained_state) == [(True, True)] * 2
+
+
+def saves_tied(strategy: dict[str, Any], folder: Path) -> bool:
+    """Whether Accelerate saves, and loads, a model of tied weights, as most language models are."""
+    package = importlib.import_module("accelerate")
+    package.state.AcceleratorState._reset_state(True)
+    package.state.GradientState._reset_state()
+    accelerator = adapter("accelerate").Accelerator(cpu=True, strategy=strategy)
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
+    model[1].weight = model[0].weight
+    saved = model[0].weight.detach().clone()
+    model, _ = accelerator.prepare(model, adamw(model))
+    accelerator.save_state(str(folder))
+    accelerator.wait_for_everyone()
+    model[0].weight.data.zero_()
+    accelerator.load_state(str(folder))
+    accelerator.free_memory()
+    return torch.equal(model[1].weight, saved)
+
+
+@pytest.mark.parametrize("strategy", ["int8", "sharded masters"])
+def test_accelerate_saves_tied_weights(two: Ranks, strategy: str, tmp_path: Path) -> None:
+    assert two.run(saves_tied, RESUMED[strategy], tmp_path / "saved") == [True, True]
 
 
 def skips() -> list[tuple[bool, float]]:

@@ -540,6 +540,41 @@ def test_weights_merged_in_evaluating_are_unmerged_there(inside: bool) -> None:
         assert torch.equal(weight, before)
 
 
+class Adapted(nn.Linear):
+    """Merges its adapter into the frozen weight in ``eval()``, as loralib's layers do."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, bias=False)
+        self.weight.requires_grad_(False)
+        self.adapter = nn.Parameter(torch.zeros(4, 4))
+
+    def train(self, mode: bool = True) -> Adapted:
+        if mode != self.training:
+            self.weight.data += self.adapter.detach() * (-1 if mode else 1)
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + x @ self.adapter.t() if self.training else y
+
+
+def test_adapters_that_are_merged_while_evaluating_come_out_as_they_went_in() -> None:
+    model, x = Adapted(), torch.ones(2, 4)
+    base = model.weight.clone()
+    optimizer = SGD([model.adapter], lr=0.1)
+    session = slipstream.accelerate(model, optimizer, None, {"local": {"steps": 100}})
+    session.backward(session.model(x).sum())
+    session.step()
+    own = model(x)
+    with session.evaluating():
+        model.eval()
+        torch.testing.assert_close(model(x), x @ base.t())
+    torch.testing.assert_close(model(x), own)
+    model.train()
+    torch.testing.assert_close(model.weight, base)
+    session.close()
+
+
 def inside_evaluating() -> str:
     model = build()
     session = slipstream.accelerate(model, sgd(model), None, {"local": {}})

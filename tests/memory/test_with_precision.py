@@ -55,3 +55,25 @@ def test_bitwise_as_without(precision: dict[str, Any], recompute: dict[str, Any]
     plain_losses, plain = trained(precision, {})
     assert losses == plain_losses
     assert all(torch.equal(a, b) for a, b in zip(parameters, plain, strict=True))
+
+
+def gradients_of_a_part(memory: dict[str, Any]) -> list[torch.Tensor]:
+    """Of a part that the script calls by itself, after an update."""
+    torch.manual_seed(0)
+    blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(2)]
+    model = torch.nn.Sequential(torch.nn.Embedding(32, 8), torch.nn.Sequential(*blocks))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = {"precision": KINDS[1], "memory": memory}
+    with slipstream.accelerate(model, optimizer, strategy=strategy) as session:
+        session.backward(session.model(WORDS).square().mean())
+        session.step()
+        session.backward(model[1](model[0](WORDS)).square().mean())
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        session.step()
+    return gradients
+
+
+def test_a_part_of_the_model_that_is_called_by_itself_is_recomputed() -> None:
+    found, plain = gradients_of_a_part({"recompute": {"every": 1}}), gradients_of_a_part({})
+    assert len(plain) == 5
+    assert all(map(torch.equal, found, plain))

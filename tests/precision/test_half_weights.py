@@ -245,6 +245,30 @@ def test_modules_that_stay_fp32_are_cast_at_their_edges() -> None:
     }
 
 
+class RotaryEmbedding(nn.Module):
+    """Makes them as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", torch.tensor([0.3, 0.01]), persistent=False)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return (positions[:, None].float() * self.get_buffer("inv_freq").float()).cos().to(x.dtype)
+
+
+def test_rotary_positions_keep_their_frequencies() -> None:
+    class Turned(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[0](x) * self[1](x, torch.arange(1000, 1000 + len(x)))
+
+    model = Turned(nn.Linear(2, 2), RotaryEmbedding())
+    x = torch.ones(8, 2)
+    exact = model(x).detach()
+    half = half_weights(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert [*half.floats] == ["1"]
+    torch.testing.assert_close(model(x), exact, atol=0.02, rtol=0.02)
+
+
 def test_a_real_model_takes_words_and_returns_its_own_output() -> None:
     from transformers import BertConfig, BertForMaskedLM
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import isinf
@@ -190,8 +191,13 @@ class Accelerator(accelerate.Accelerator):
         """
         if self.session is None:
             return super().save_state(*arguments, **named)
+        if not self.session.between_updates:
+            raise UsageError(
+                "save_state() inside an accumulation window, whose gradients no checkpoint holds: "
+                "call it only where accelerator.sync_gradients is True, behind optimizer.step()"
+            )
         with self.session.evaluating():
-            state = self.session.state_dict()  # first: it refuses before a file is there
+            state = self.session.state_dict()
             folder = super().save_state(*arguments, **named)
         self.save(state, Path(folder, SESSION_FILE))
         return folder
@@ -208,7 +214,8 @@ class Accelerator(accelerate.Accelerator):
                 outer = session.strategy.local is not None  # there for the moment
                 return mapped(state, torch.Tensor.clone) if outer else state
         whole = session.checkpoint("model")["model"]
-        return dict(zip(state, whole.values(), strict=True))  # names are those of what was compiled
+        # names are those of what was compiled; only in this type does Accelerate look for tied ones
+        return OrderedDict(zip(state, whole.values(), strict=True))
 
     def load_state(self, *arguments: Any, **named: Any) -> None:
         """Load a checkpoint of this or of a plain Accelerator, which has no state of a session."""

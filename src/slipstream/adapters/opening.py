@@ -94,6 +94,8 @@ def several(what: str, prepared_by: str, ended_by: str = "") -> ModelError:
     """Say that a session has one model and one optimizer; ``ended_by``: a call that ends the one
     before."""
     over = f"; where an earlier training is over, end it first: {ended_by}" if ended_by else ""
+    if what == "models":
+        over += "; freeze one that is not trained: teacher.requires_grad_(False)"
     return ModelError(
         f"{prepared_by} got several {what}: a session trains one model with one optimizer; call "
         f"slipstream.accelerate() for each of them in a loop of your own{over}"

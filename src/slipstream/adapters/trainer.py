@@ -41,6 +41,12 @@ class SessionTrainer(transformers.Trainer):
     ) -> None:
         self._strategy = strategy
         super().__init__(*arguments, **named)
+        made: Any = self.accelerator
+        if not isinstance(made, Accelerator):
+            raise UsageError(
+                f"{type(self).__name__} makes an accelerator of its own, by which no session would "
+                "train: let it make a slipstream.adapters.accelerate.Accelerator instead"
+            )
 
     def _build_accelerator_args(self, **named: Any) -> dict[str, Any]:
         self._accelerator_args: dict[str, Any] = super()._build_accelerator_args(**named)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -376,7 +376,7 @@ class LocalTraining:
             yield
             return
         self._take_outer()
-        versions = self._present_versions()
+        versions, training = self._present_versions(), self._model.training
         with torch.no_grad():
             # also those of a module that the script takes out while it evaluates
             trained = (t.parameter for t in self._trained)
@@ -393,7 +393,8 @@ class LocalTraining:
             yield
         finally:
             self.evaluates = False
-            with torch.no_grad():
+            adapted = bool(self._frozen) and self._model.training != training
+            with torch.no_grad(), _adapters_out(self._model) if adapted else nullcontext():
                 changed = [name for name, p in self._frozen if _apart(p, kept[p])]
                 for p, value in kept.items():
                     p.copy_(value)
@@ -645,3 +646,18 @@ def _apart(now: torch.Tensor, before: torch.Tensor) -> bool:
         return not torch.equal(now, before)
     far = torch.linalg.vector_norm(now - before)
     return bool(far > 8 * torch.finfo(now.dtype).eps * torch.linalg.vector_norm(before))
+
+
+@contextmanager
+def _adapters_out(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in its other mode: adapters that ``eval()`` merges into frozen weights,
+    as loralib's, come out with the values that went in, and go in again with those of then."""
+    modes = [(module, module.training) for module in model.modules()]
+    now = model.training
+    model.train(not now)
+    try:
+        yield
+    finally:
+        model.train(now)
+        for module, mode in modes:
+            module.training = mode

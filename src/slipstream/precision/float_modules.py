@@ -30,13 +30,19 @@ def is_normalisation(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and next(module.children(), None) is None
 
 
+def _is_rotary(module: nn.Module) -> bool:
+    """Whether a module makes rotary positions: rounded to 16 bits, its frequencies would turn
+    words that are far apart by whole radians."""
+    return "rotary" in type(module).__name__.lower() and next(module.parameters(), None) is None
+
+
 def modules_in_float(model: nn.Module, patterns: Sequence[str], *, normalisation: bool) -> Modules:
     """The outermost modules that stay fp32, by path.
 
     Args:
         model: searched without itself.
         patterns: of module paths, with ``*`` and ``?`` as wildcards.
-        normalisation: whether normalisation layers stay fp32, too.
+        normalisation: whether normalisation layers and rotary positions stay fp32, too.
 
     Raises:
         StrategyError: a pattern matches no module.
@@ -58,7 +64,7 @@ def modules_in_float(model: nn.Module, patterns: Sequence[str], *, normalisation
         path: module
         for path, module in paths.items()
         if any(fnmatchcase(path, pattern) for pattern in patterns)
-        or (normalisation and is_normalisation(module))
+        or (normalisation and (is_normalisation(module) or _is_rotary(module)))
     }
     inside = {id(m) for module in chosen.values() for m in [*module.modules()][1:]}
     first: dict[nn.Module, str] = {}

@@ -16,6 +16,7 @@ would be lost.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -63,6 +64,9 @@ class HalfWeights:
         self._masters = Masters(dtype, shard_of)
         self._buffers: dict[tuple[nn.Module, str], torch.Tensor] = {}
         self._widened: list[tuple[nn.Module, str]] = []
+        places = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
+        self._tied = {p for p, count in places.items() if count > 1}
+        self._last_saved: dict[nn.Parameter, Callable[[], torch.Tensor | None]] = {}
         self._undo: list[Callable[[], None]] = []
         try:
             self._narrow()
@@ -276,10 +280,20 @@ class HalfWeights:
     def _save(self, module: nn.Module, state: Any, prefix: str, _: object) -> None:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter in self.masters:
-                state[prefix + name] = self._masters.whole(parameter)
+                state[prefix + name] = self._saved(parameter, state)
         for name, buffer in module.named_buffers(recurse=False):
             if (module, name) in self._buffers and prefix + name in state:
                 state[prefix + name] = wide(buffer, self._buffers[module, name], self._dtype)
+
+    def _saved(self, parameter: nn.Parameter, state: Any) -> torch.Tensor:
+        """Find a parameter in fp32: where it is tied, the tensor that the state has already."""
+        last = self._last_saved.get(parameter, lambda: None)()
+        if last is not None and any(value is last for value in state.values()):
+            return last
+        whole = self._masters.whole(parameter)
+        if parameter in self._tied:
+            self._last_saved[parameter] = ref(whole)
+        return whole
 
     def _load(
         self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: object
@@ -318,11 +332,12 @@ def half_weights(
 ) -> HalfWeights:
     """Compute ``model`` in 16 bits while ``optimizer`` works on fp32 masters of its parameters.
 
-    fp32 parameters and buffers become ``dtype``, except those of normalisation layers; parameters
-    that are ``dtype`` already get masters, too; other types stay. Inputs are cast where they enter
-    the model or a module that stays fp32; the model's outputs are fp32. The training loop stays as
-    it is; with fp16, scale the loss, e.g. by ``torch.amp.GradScaler`` or by a session's loss scale.
-    Name a module in ``float_modules`` if a buffer of it must be exact, e.g. rotary positions.
+    fp32 parameters and buffers become ``dtype``, except those of normalisation layers and rotary
+    positions ("norm", "rotary" in the name of their class); parameters that are ``dtype`` already
+    get masters, too; other types stay. Inputs are cast where they enter the model or a module that
+    stays fp32; the model's outputs are fp32. The training loop stays as it is; with fp16, scale the
+    loss, e.g. by ``torch.amp.GradScaler`` or by a session's loss scale. Name a module in
+    ``float_modules`` if another buffer must be exact.
     Writes to parameters count, in place under ``torch.no_grad()`` or through ``.data``, which is
     the fp32 master outside of the model's forward and backward, as is ``detach()``; with
     ``shard_of`` both are fp32 copies, which count until the next step. fp32 parameters that enter

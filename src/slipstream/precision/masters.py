@@ -6,8 +6,9 @@ A parameter that has a master is of a subclass of its class. Outside of the mode
 clippings and initialisations read and write, are the master, and
 ``parameter.clone()`` is a copy of it. torch counts no writes through
 ``parameter.data``; through these tensors it does, so master and 16-bit values can follow each
-other. Where this rank has a part of the master alone, they are a copy (``whole_copies``).
-Optimizers see parameters of their own class.
+other. A model may average weights in its forward, as MoCo does its key encoder: there ``data`` of
+frozen parameters is the master, too. Where this rank has a part of the master alone, they are a
+copy (``whole_copies``). Optimizers see parameters of their own class.
 """
 
 from __future__ import annotations
@@ -197,15 +198,14 @@ class Masters:
 
     @property
     def _outside(self) -> bool:
-        in_backward = torch._C._current_graph_task_id() != -1
-        return not self.depth and not in_backward
+        return not self.depth and not _in_backward()
 
     def _stamp(self, parameter: nn.Parameter) -> tuple[int, ...]:
         half, master = self.halves[parameter], self.values[parameter]
         return half._version, master._version, parameter._version
 
     def _read(self, parameter: nn.Parameter) -> torch.Tensor:
-        outside = self._outside
+        outside = self._outside or not (parameter.requires_grad or _in_backward())
         if outside:
             self.follow([parameter])
             if self.shard_of is not everything:
@@ -261,6 +261,10 @@ class Masters:
             seen = self._read, self._assign, self._detach, self._clone
             self._kinds[kind] = _seen_from_outside(kind, *seen)
         parameter.__class__ = self._kinds[kind]
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _seen_from_outside(

@@ -127,7 +127,7 @@ class AutocastConfig(_Half, kind="autocast"):
 class HalfWeightsConfig(_Half, kind="half_weights"):
     """16-bit weights and activations; the optimizer works on fp32 masters (O2).
 
-    Normalisation layers stay fp32.
+    Normalisation layers and rotary positions stay fp32.
 
     Example:
         >>> HalfWeightsConfig(float_modules=("head",)).exchange

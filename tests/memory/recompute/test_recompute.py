@@ -295,3 +295,14 @@ def test_buffers_are_right_when_modules_switch_between_training_and_evaluation()
             model(**rows(0)).backward()
         results.append({name: value.clone() for name, value in model.state_dict().items()})
     assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("settings", [{"every": 1}, {"budget": 0.5}], ids=str)
+def test_features_that_a_hook_collects_are_those_of_the_forward(settings: dict[str, Any]) -> None:
+    model, collected = Blocks().train(), list[Tensor]()
+    for block in model.blocks:
+        block.get_submodule("linear").register_forward_hook(lambda m, x, y: collected.append(y))
+    recompute(model, config_of(settings))
+    loss = model(**rows(0))
+    assert len(collected) == len(model.blocks)
+    (loss + sum(feature.square().mean() for feature in collected)).backward()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import TypeVar
 
@@ -15,8 +17,9 @@ from slipstream.memory.forward_override import Forward
 from slipstream.memory.recompute.block_dataflow import Call
 from slipstream.memory.recompute.budget import BlockCost
 from slipstream.memory.recompute.buffers import SubstituteBuffers, buffers_of
-from slipstream.memory.recompute.module_state import settings_kept
+from slipstream.memory.recompute.module_state import modules_in, settings_kept
 from slipstream.memory.recompute.rng_state import RngReplay, generators_of
+from slipstream.plain_copy import Attached
 from slipstream.pytree import tensors
 
 T = TypeVar("T")
@@ -60,11 +63,27 @@ def measure(module: nn.Module, forward: Forward, call: Call) -> BlockCost:
     device = next((tensor.device for tensor in call.tensors), torch.device("cpu"))
     devices = [device] if device.type == "cuda" else []
     rng = RngReplay(generators_of(module.modules()))
-    with torch.random.fork_rng(devices), rng, settings_kept(module, call.objects):
+    settings = settings_kept(module, call.objects)
+    with torch.random.fork_rng(devices), rng, settings, _without_hooks(module):
         output_bytes, saved_bytes = _count_bytes(module, forward, call)
         runs = [_time_run(module, forward, call, device) for _ in range(RUNS)]
     forwards, backwards = zip(*runs, strict=True)
     return BlockCost(median(forwards), median(backwards), output_bytes, saved_bytes)
+
+
+@contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """Inside, a script's forward hooks in a block are not called: they collect what it computes, as
+    features or attentions, of its own forward alone."""
+    hooked = [(m, m._forward_hooks) for m in modules_in([module]) if m._forward_hooks]
+    for m, hooks in hooked:
+        ours = {number: hook for number, hook in hooks.items() if isinstance(hook, Attached)}
+        m._forward_hooks = OrderedDict(ours)
+    try:
+        yield
+    finally:
+        for m, hooks in hooked:
+            m._forward_hooks = hooks
 
 
 def _count_bytes(module: nn.Module, forward: Forward, call: Call) -> tuple[int, int]:

@@ -69,7 +69,8 @@ class StateReplay:
         self._settings = _settings([*modules, *self._objects])
         yield
         self._kept = [
-            _Kept(m, name, p, p.detach(), _version(p), p.requires_grad)
+            # the memory itself, whatever a class answers
+            _Kept(m, name, p, torch.Tensor.detach(p), _version(p), p.requires_grad)
             for m in modules
             for name, p in m._parameters.items()
             if p is not None

@@ -40,8 +40,8 @@ def recompute(
     every block is recomputed by itself.
 
     Visible to the user: hooks on modules inside of blocks run in recomputation, too, and for a
-    budget four more times in the first forward, where blocks are measured. With ``keep`` a graph
-    supports one backward; torch refuses ``retain_graph`` and double backward.
+    budget forward pre-hooks four more times in the first forward, where blocks are measured. With
+    ``keep`` a graph supports one backward; torch refuses ``retain_graph`` and double backward.
 
     Args:
         model: keeps its names, hooks and classes. Call the model itself, not only parts of it.
@@ -85,7 +85,7 @@ def check_recompute(model: nn.Module, config: RecomputeConfig) -> None:
         if getattr(module, "gradient_checkpointing", False) is True:
             raise UsageError(
                 f"memory.recompute: {path or 'the model'} uses its own gradient checkpointing; "
-                "call model.gradient_checkpointing_disable()"
+                "call model.gradient_checkpointing_disable(), or leave it out of TrainingArguments"
             )
     _paths_to_recompute(model, config)
 
