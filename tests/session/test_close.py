@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +65,27 @@ def group_made_by_session() -> list[bool]:
 
 def test_a_group_that_the_session_made_ends_with_it(two: Ranks) -> None:
     assert two.run(group_made_by_session, connect=False) == [[False, True, False]] * 2
+
+
+def closed_in_turn(strategy: Any) -> list[bool]:
+    """Two sessions, as a GAN has them; the one that made the world ends before the other."""
+    first, second = opened(strategy), opened(strategy)
+    update(first)
+    update(second)
+    first.close()
+    seen = [dist.is_initialized()]
+    update(second)
+    second.checkpoint()
+    second.close()
+    with opened() as again:
+        update(again)
+    return [*seen, dist.is_initialized()]
+
+
+@pytest.mark.parametrize("transport", ["direct", "sharded"])
+def test_a_group_of_two_sessions_ends_with_the_last(two: Ranks, transport: str) -> None:
+    strategy = {"gradients": {"transport": transport}}
+    assert two.run(closed_in_turn, strategy, connect=False) == [[True, False]] * 2
 
 
 SCRIPT = """

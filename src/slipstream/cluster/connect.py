@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from itertools import count
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,8 @@ AGREE_INTERVAL = 0.02
 # comes early to the next rendezvous must not meet one that is about to be closed. The number of the
 # rendezvous becomes a prefix: keys of an earlier one hold addresses that are gone.
 _stores: dict[str, tuple[Store, Iterator[int]]] = {}
+_owners: WeakValueDictionary[int, Cluster] = WeakValueDictionary()
+"""What is open in the world that `connect` made, by identity: the last one to close destroys it."""
 
 
 def from_environ() -> Environment:
@@ -65,7 +68,7 @@ class Cluster:
 
     ``world`` is None for one process without a launcher, where every exchange is the identity.
     ``hosts[rank]`` is the host of a rank. ``owns_world`` says that `connect` made the process
-    group, so that `close` destroys it.
+    group, here or before for another one that is still open; the last of them to close destroys it.
     """
 
     environment: Environment
@@ -106,15 +109,17 @@ class Cluster:
         return group
 
     def close(self) -> None:
-        """Destroy the groups of `new_group`, and the world if `connect` made it; idempotent."""
+        """Destroy the groups of `new_group`, and the world where none is left that owns it;
+        idempotent."""
         if not dist.is_initialized():  # the script has destroyed all groups already
             self._groups.clear()
             return
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
-        if self.owns_world and dist.group.WORLD is self.world:
-            dist.destroy_process_group()
         if self.owns_world:
+            _owners.pop(id(self), None)
+            if dist.group.WORLD is self.world and not _is_own(self.world):
+                dist.destroy_process_group()
             # A group is freed, and its threads end, with its last reference: threads that outlive
             # the interpreter abort the process.
             object.__setattr__(self, "world", None)
@@ -152,7 +157,17 @@ def connect(
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, environment.host)
     environment = _as_in_world(environment, hosts)
-    return Cluster(environment, device, dist.group.WORLD, tuple(hosts), owns_world=not ready)
+    world = dist.group.WORLD
+    owns = not ready or _is_own(world)
+    cluster = Cluster(environment, device, world, tuple(hosts), owns_world=owns)
+    if owns:
+        _owners[id(cluster)] = cluster
+    return cluster
+
+
+def _is_own(world: dist.ProcessGroup | None) -> bool:
+    """Whether `connect` made this world, for somebody who has not closed."""
+    return any(owner.world is world for owner in _owners.values())
 
 
 def reach_store(environment: Environment, timeout: timedelta) -> Store:
