@@ -196,3 +196,38 @@ def test_gradients_of_two_backward_passes_add_up_on_uneven_ranks(two: Ranks) -> 
     first, second = two.run(trained, PerRank(5, 2), True, 1, 1, 2, timeout=40)
     assert first == second
     torch.testing.assert_close(first, reference((5, 2), 1, 1), rtol=1e-12, atol=1e-14)
+
+
+class InStep(torch.autograd.Function):
+    """A layer whose backward waits for that of all ranks, as a synchronised batch norm does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, others: list[float]) -> torch.Tensor:
+        ctx.others = others
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        own = gradients[0].abs().sum()
+        total = own.clone()
+        dist.all_reduce(total)
+        ctx.others.append(float(total - own))
+        return gradients[0], None
+
+
+def trained_in_step(length: int) -> tuple[list[float], list[float]]:
+    model, optimizer, scheduler = model_and_optimizer()
+    others: list[float] = []
+    with slipstream.accelerate(model, optimizer, batches(dist.get_rank(), length)) as session:
+        for x, y in session.loader:
+            session.backward((InStep.apply(session.model(x), others) - y).square().mean())
+            session.step()
+            scheduler.step()
+    return values_of(model), others
+
+
+def test_collectives_in_backward_stay_in_step_and_see_zeros_of_dummy_batches(two: Ranks) -> None:
+    (first, others), (second, _) = two.run(trained_in_step, PerRank(5, 2), timeout=40)
+    assert first == second
+    torch.testing.assert_close(first, reference((5, 2), 1, 1), rtol=1e-12, atol=1e-14)
+    assert [other > 0 for other in others] == [True, True, False, False, False]

@@ -157,6 +157,40 @@ def test_a_key_encoder_follows_below_the_rounding_of_16_bits() -> None:
     assert torch.equal(key.first.weight, expected)
 
 
+class Momentum(nn.Module):
+    """MoCo, which moves its key encoder in its forward."""
+
+    def __init__(self, move: Callable[[nn.Parameter, nn.Parameter], Any]) -> None:
+        super().__init__()
+        self.move, self.query, self.key = move, nn.Linear(5, 4), nn.Linear(5, 4)
+        self.key.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for q, k in zip(self.query.parameters(), self.key.parameters(), strict=True):
+            self.move(q, k)
+        return self.query(x) * self.key(x)
+
+
+MOVES: dict[str, Callable[[Any, Any], Any]] = {
+    "assigned": lambda q, k: setattr(k, "data", k.data * 0.99 + q.data * 0.01),
+    "in place": lambda q, k: k.data.mul_(0.99).add_(q.data, alpha=0.01),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_an_average_that_the_forward_keeps_in_16_bits_is_refused(name: str) -> None:
+    model = Momentum(MOVES[name])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    half = half_weights(model, optimizer)
+    with pytest.raises(UsageError, match=r"^key\.weight, key\.bias: frozen, .*after session\.step"):
+        model(batches()[0][0])
+    model.move = lambda q, k: (q.data, k.data)  # to read is fine
+    for _ in range(2):
+        update(model, optimizer)
+        MOVES[name](model.query.weight, model.key.weight)
+    half.close()
+
+
 def test_inside_of_the_model_data_has_16_bits() -> None:
     seen: list[torch.dtype] = []
 

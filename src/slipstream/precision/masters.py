@@ -70,6 +70,8 @@ class Masters:
         # evaluation of averages, their masters do, too.
         self._before: dict[nn.Parameter, torch.Tensor] = {}
         self._kinds: dict[Any, Any] = {}
+        # Versions of frozen halves that the model has read while it computes.
+        self._lent: dict[nn.Parameter, int] = {}
         self._copies = WholeCopies(self._copied, self._write, self._stamp)
 
     def add(self, parameter: nn.Parameter, before: torch.Tensor) -> None:
@@ -192,6 +194,12 @@ class Masters:
             self._show(parameter)
         self.shard_of = everything
 
+    def written_inside(self) -> set[nn.Parameter]:
+        """Find frozen parameters that the model has written through ``data`` while it computed, as
+        it keeps an average: that moves by less than 16 bits can tell."""
+        lent, self._lent = self._lent, {}
+        return {p for p, version in lent.items() if self.halves[p]._version != version}
+
     # From outside; see the note at the top of the file.
 
     @property
@@ -209,6 +217,8 @@ class Masters:
             self.follow([parameter])
             if self.shard_of is not everything:
                 return self._copies.of(parameter)
+        elif self.depth and not parameter.requires_grad:
+            self._lent.setdefault(parameter, self.halves[parameter]._version)
         if parameter not in self._shown:
             self._show(parameter)
         return (self.values if outside else self.halves)[parameter].detach()

@@ -99,6 +99,7 @@ class TrainingLoop:
         self._updating = False  # inside an update of step()
         self._by_hand: bool | None = None  # inside one by hand; True: it is skipped
         self._used = False  # by one by hand, which leaves the gradients
+        self._others_used = False  # averages that wait, by another optimizer
         self._broken_off = False  # an update has begun and not ended
         self._meetings_due: list[bool] = []  # of ended updates: whether this rank has changed
 
@@ -156,7 +157,19 @@ class TrainingLoop:
                 self.proof.replay(part, self.steps)
             part.backward(retain_graph=retain_graph)
 
-        self._run_backward(run, loss_scale)
+        def keep_step() -> None:
+            trained = [p for p in self._parameters if p.requires_grad]
+            if not trained or not loss.requires_grad:
+                return
+            try:
+                torch.autograd.grad(
+                    loss, trained, torch.zeros_like(loss), retain_graph, allow_unused=True
+                )
+            except RuntimeError as error:  # such a checkpoint takes part in no other backward
+                if "use_reentrant" not in str(error):
+                    raise
+
+        self._run_backward(run, loss_scale, keep_step)
 
     def pipeline_backward(
         self,
@@ -211,8 +224,14 @@ class TrainingLoop:
             self._compared = True
         return loss_scale
 
-    def _run_backward(self, run: Callable[[], None], loss_scale: float) -> None:
-        """``run`` a backward pass; average the gradients if an update follows it."""
+    def _run_backward(
+        self,
+        run: Callable[[], None],
+        loss_scale: float,
+        keep_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``run`` a backward pass; average the gradients if an update follows it. Of a dummy batch
+        there is none: ``keep_step`` takes part in the collectives of that of others."""
         begins = not self.window_open
         dummy_batch = self.window.count()
         self.whole.complete()
@@ -226,7 +245,9 @@ class TrainingLoop:
         self.engine.begin(exchange=exchange, scale=self.window.scale, loss_scale=loss_scale)
         self._exchanged = False  # from here on averages may be mixed with gradients of this rank
         try:
-            if not dummy_batch:  # such a rank takes part in the exchange, with zeros
+            if dummy_batch:  # such a rank takes part in the exchange, with zeros
+                keep_step()
+            else:
                 run()
             self.tracer.backward_ends()
             began = time.perf_counter()
@@ -339,7 +360,7 @@ class TrainingLoop:
             self.progress.waited += time.perf_counter() - began
 
     def _update(self) -> bool:
-        skip = self._begin_update(by_hand=False)
+        skip = self._begin_update()
         if not skip:
             self._updating = True
             try:
@@ -362,14 +383,14 @@ class TrainingLoop:
         self.optimizer.zero_grad()
         self._used = False
 
-    def _begin_update(self, *, by_hand: bool) -> bool:
+    def _begin_update(self) -> bool:
         """Check gradients and members before ``optimizer.step()``; return whether to skip it."""
         if self.local is not None:
             self.local.check_outside("step")
         self.sharding.watch.end()
         self.members.check_optimizer()
         self.whole.check_gradients()
-        self.engine.check_averages(by_hand=by_hand)
+        self.engine.check_averages()
         if self.proof is not None:
             self.proof.before_update()
         skip = self._overflowed()
@@ -381,10 +402,12 @@ class TrainingLoop:
 
     def _end_update(self, skip: bool | None) -> None:
         """Count the update and tell every part of its end; ``skip``: gradients overflowed; None:
-        the script made no step."""
+        the optimizer made no step, but another one may have."""
         self._backward_done = self._exchanged = False
-        worked = skip is False and self.window.contributions > 0
-        if skip is False:
+        used = skip is False or (skip is None and self._others_used)
+        self._others_used = False
+        worked = used and self.window.contributions > 0
+        if used:
             self.steps += 1
         else:
             self.skipped += 1
@@ -393,7 +416,7 @@ class TrainingLoop:
         self.window.close()
         if skip is not None:
             self.precision.updated(skip)
-        self.engine.updated(self.steps, used=skip is False, late=skip is None)
+        self.engine.updated(self.steps, used=used, late=skip is None)
         self.tracer.update_ends()  # last, as it may change the split
         if self.local is not None:  # after it: a meeting is no work of the optimizer
             self._meetings_due.append(worked)
@@ -415,7 +438,7 @@ class TrainingLoop:
             return  # gradients of the script's own, if any
         if not self.update_due:
             raise messages.step_by_hand_inside(self._window)
-        skip = self._by_hand = self._begin_update(by_hand=True)
+        skip = self._by_hand = self._begin_update()
         if skip:
             for parameter in self._parameters:
                 parameter.grad = None  # an optimizer leaves parameters without a gradient alone
@@ -433,11 +456,13 @@ class TrainingLoop:
     def _other_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Another optimizer of the script steps: right for parameters of this model only where
         averaged gradients are there."""
-        if self._updating or self.update_due or self._used:
+        if self._updating or self._used:
             return
         trained = {*self._parameters}
         shared = [p for g in optimizer.param_groups for p in g["params"] if p in trained]
-        if shared and (self.window_open or all(p.grad is None for p in shared)):
+        if self.update_due:
+            self._others_used = self._others_used or bool(shared)
+        elif shared and (self.window_open or all(p.grad is None for p in shared)):
             raise messages.other_step(optimizer)
 
     def _overflowed(self) -> bool:
