@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -33,3 +34,21 @@ def test_those_of_the_first_rank_are_written_where_nothing_came_between() -> Non
     buffers.restore()
     assert model.first.tolist() == [7.0, 7.0]
     assert model.second.tolist() == [3.0, 4.0, 5.0]
+
+
+def test_a_graph_that_waits_for_its_backward_meanwhile_goes_on() -> None:
+    """As that of a generator while the discriminator of the same session is updated. What counts
+    its own changes, a graph may look at: to write it is counted, too."""
+    norm = nn.BatchNorm1d(3)
+    norm.register_buffer("codes", torch.ones(3))
+    buffers = Buffers(norm.named_buffers)
+    for number in range(2):
+        hidden = norm(torch.randn(4, 3))
+        codes = torch.ones(3, requires_grad=True) * norm.get_buffer("codes").add_(1.0)
+        request = buffers.stage()
+        request.tensor.copy_(torch.full_like(request.tensor, number))
+        buffers.arrived()
+        buffers.restore()
+        hidden.sum().backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            codes.sum().backward()

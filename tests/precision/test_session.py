@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import slipstream
-from slipstream.errors import SlipstreamError, StrategyError, UsageError
+from slipstream.errors import ModelError, SlipstreamError, StrategyError, UsageError
 from slipstream.precision import model_precision
 from slipstream.strategy import Strategy
 from tests.harness.composed import composed
@@ -44,6 +44,13 @@ def opened(model: nn.Module, lr: float = 0.1, loader: Any = None, **config: Any)
 def test_it_learns(name: str) -> None:
     first, last = losses(CASES[name], "cpu")
     assert last < 0.5 * first
+
+
+@KINDS
+def test_a_model_that_is_never_called_is_refused(kind: str) -> None:
+    model = nn.ModuleDict({"g": nn.Linear(2, 2), "d": nn.Linear(2, 1)})
+    with pytest.raises(ModelError, match=r"a ModuleDict has none.*in a session of its own"):
+        opened(model, precision=kind)
 
 
 # Against training in fp32.

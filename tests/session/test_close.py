@@ -101,6 +101,27 @@ def test_a_child_process_leaves_a_session_that_it_has_not_closed(two: Ranks) -> 
     assert two.run(end_of_a_child) == [(True, True)] * 2
 
 
+def closed_in_turn(strategy: Any) -> list[bool]:
+    """Two sessions, as a GAN has them; the one that made the world ends before the other."""
+    first, second = opened(strategy), opened(strategy)
+    update(first)
+    update(second)
+    first.close()
+    seen = [dist.is_initialized()]
+    update(second)
+    second.checkpoint()
+    second.close()
+    with opened() as again:
+        update(again)
+    return [*seen, dist.is_initialized()]
+
+
+@pytest.mark.parametrize("transport", ["direct", "sharded"])
+def test_a_group_of_two_sessions_ends_with_the_last(two: Ranks, transport: str) -> None:
+    strategy = {"gradients": {"transport": transport}}
+    assert two.run(closed_in_turn, strategy, connect=False) == [[True, False]] * 2
+
+
 SCRIPT = """
 import sys, torch, slipstream
 embedding = torch.nn.Embedding(9, 4, sparse=True)

@@ -149,6 +149,31 @@ def test_a_second_optimizer_of_the_model(two: Ranks, order: str) -> None:
     two.run(both_step, order)
 
 
+def by_turns() -> tuple[int, int, float]:
+    """Two optimizers by turns, as of a GAN in one session; a codec that sends one value of each
+    eight, and owes the others."""
+    model = nn.Sequential(nn.Linear(8, 1, bias=False), nn.Linear(1, 8, bias=False))
+    torch.nn.init.ones_(model[1].weight)  # type: ignore[arg-type]
+    torch.nn.init.zeros_(model[0].weight)  # type: ignore[arg-type]
+    mine, other = (SGD(model[n].parameters(), lr=0.1) for n in (1, 0))
+    codec = {"kind": "topk", "chunk": 8, "keep": 1}
+    session = slipstream.accelerate(model, mine, None, {"gradients": {"codec": codec}})
+    with session:
+        for _ in range(4):
+            session.backward(model[0](torch.arange(1.0, 9.0)).sum())
+            other.step()
+            other.zero_grad()
+            session.backward(model[1](torch.ones(1)).sum())
+            session.step()
+        return session.updates, session.skipped, float(model[0].weight.count_nonzero())  # type: ignore[operator]
+
+
+def test_an_update_by_another_optimizer_counts_and_settles_what_codecs_owe(two: Ranks) -> None:
+    for updates, skipped, sent in two.run(by_turns):
+        assert (updates, skipped) == (8, 0)
+        assert sent > 1
+
+
 def after_step(session: Any, other: Any, batch: torch.Tensor) -> None:
     session.backward(loss_of(session.model, batch))
     session.step()

@@ -40,6 +40,7 @@ class Buffers:
         self._staged = torch.empty(0)
         self._arrived: list[tuple[torch.Tensor, int]] = []
         self._before = torch.empty(0)  # their bytes then, on a CPU
+        self._versions = [_version(b) for _, b in current() if b.nbytes]  # as last left here
         self.num_bytes = sum(b.nbytes for _, b in current())
         """Bytes that a broadcast of all buffers carries."""
 
@@ -67,19 +68,24 @@ class Buffers:
             self._before = pack_bytes([b for b, _ in self._arrived])
 
     def restore(self) -> None:
-        """Write the copy into the buffers that did not change since it arrived."""
+        """Write the copy into the buffers that did not change since it arrived; where forward does
+        not count its changes, as batch normalisation, nor is this counted: a graph that has saved
+        the buffer, and waits for its backward meanwhile, does not look at it."""
+        if not self._arrived:
+            return
         sizes = [b.nbytes for b, _ in self._arrived]
-        parts = self._staged.split(sizes) if sizes else ()
-        changed = self._changed(sizes)
-        for (buffer, _), part, differs in zip(self._arrived, parts, changed, strict=True):
+        parts, changed = self._staged.split(sizes), self._changed(sizes)
+        rows = zip(self._arrived, parts, changed, self._versions, strict=True)
+        for (buffer, version), part, differs, before in rows:
             if not differs:
-                unpack_bytes(part, [buffer])
+                unpack_bytes(part, [buffer.data if version == before else buffer])
+        self._versions = [_version(buffer) for buffer, _ in self._arrived]
         self._arrived = []
 
     def _changed(self, sizes: Sequence[int]) -> list[bool]:
         """Whether each has changed since it arrived."""
         counted = [_version(buffer) != version for buffer, version in self._arrived]
-        if not sizes or self._staged.device.type != "cpu":
+        if self._staged.device.type != "cpu":
             return counted
         now = pack_bytes([buffer for buffer, _ in self._arrived])
         if torch.equal(now, self._before):

@@ -240,10 +240,10 @@ class Engine(GradientEngine):
             self._untouched.note_sums()
         self._backward = None
 
-    def check_averages(self, *, by_hand: bool = False) -> None:
+    def check_averages(self) -> None:
         """Refuse to update with gradients that were changed, where a codec has added momentum."""
         self._check_mixed()
-        self._untouched.check_averages(by_hand=by_hand)
+        self._untouched.check_averages()
 
     def _check_mixed(self) -> None:
         if self._mixed is not None:

@@ -47,9 +47,8 @@ class GradientEngine:
         """The gradients are gone, ``used`` or not; ``step`` updates are done. ``late``: a forward
         has begun since."""
 
-    def check_averages(self, *, by_hand: bool = False) -> None:
-        """Refuse to update with gradients that must not be changed after backward, but were.
-        ``by_hand``: the script calls ``optimizer.step()``."""
+    def check_averages(self) -> None:
+        """Refuse to update with gradients that must not be changed after backward, but were."""
 
     def averages(self, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
         """The averages that this rank's update will use."""

@@ -26,7 +26,7 @@ class Untouched:
         self._sums: list[tuple[NamedParameter, torch.Tensor, int]] = []
         self._averages: list[tuple[NamedParameter, torch.Tensor, int]] = []
         self._largest: torch.Tensor | None = None  # values of these
-        self._by_hand = False  # whether the script calls optimizer.step()
+        self._updated = False  # with averages that were looked at
 
     def note_sums(self) -> None:
         """Remember the gradients: they are sums of this rank."""
@@ -57,10 +57,10 @@ class Untouched:
     def note_averages(self) -> None:
         """Remember the gradients: they are averages with momentum."""
         self._averages = self._present()
-        self._largest = self._largest_now() if self._by_hand else None
+        self._largest = self._largest_now() if self._updated else None
 
-    def check_averages(self, *, by_hand: bool) -> None:
-        """Refuse averages that were changed; ``by_hand``: the script calls ``optimizer.step()``.
+    def check_averages(self) -> None:
+        """Refuse averages that were changed.
 
         Raises:
             UsageError: names the parameter.
@@ -69,7 +69,7 @@ class Untouched:
             now = trainable.parameter.grad
             if now is not before or now._version != version:
                 raise average_changed(trainable.name)
-        self._by_hand = by_hand
+        self._updated = True
         if self._largest is not None and not self._largest.equal(self._largest_now()):
             raise average_changed(self._averages[0][0].name)
 

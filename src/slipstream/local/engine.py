@@ -76,8 +76,8 @@ class LocalEngine(GradientEngine):
     def updated(self, step: int, *, used: bool = True, late: bool = False) -> None:
         self._used.updated(step, used=used, late=late)
 
-    def check_averages(self, *, by_hand: bool = False) -> None:
-        self._used.check_averages(by_hand=by_hand)
+    def check_averages(self) -> None:
+        self._used.check_averages()
 
     def averages(self, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
         return self._used.averages(parameters)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from slipstream import precision
-from slipstream.errors import StrategyError, UsageError
+from slipstream.errors import ModelError, StrategyError, UsageError
 from slipstream.precision.float_modules import modules_in_float
 from slipstream.precision.half_checks import check_half_weights
 from slipstream.precision.loss_scale import LossScaler, ScaleState
@@ -32,10 +32,16 @@ def check_precision(model: nn.Module, optimizer: Optimizer, config: PrecisionCon
 
     Raises:
         StrategyError: a name or a pattern matches nothing, or fp16 on a CPU without instructions.
-        ModelError: half weights cannot serve the optimizer.
+        ModelError: half weights cannot serve the optimizer; or the model is never called.
     """
     if config is None:
         return
+    if type(model).forward is nn.Module.forward and "forward" not in vars(model):
+        raise ModelError(
+            "precision casts what enters and leaves the forward of a model, and a "
+            f"{type(model).__name__} has none, so that its members would be called as they are; "
+            "write a module whose forward calls them, or accelerate() each in a session of its own"
+        )
     half = isinstance(config, HalfWeightsConfig)
     floats = modules_in_float(model, config.float_modules, normalisation=half)
     if isinstance(config, AutocastConfig):

@@ -111,7 +111,8 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                     f"the optimizer's group {number} holds a parameter of shape "
                     f"{tuple(parameter.shape)} (number {position}) that is not in the model: its "
                     "gradient would never be averaged; build the optimizer from "
-                    "model.parameters() of the model that you pass, after all changes to it"
+                    "model.parameters() of the model that you pass, after all changes to it; of "
+                    "several models pass nn.ModuleList([one, other])"
                 )
 
 

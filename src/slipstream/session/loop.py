@@ -365,7 +365,7 @@ class TrainingLoop:
             self.progress.waited += time.perf_counter() - began
 
     def _update(self) -> bool:
-        skip = self._begin_update(by_hand=False)
+        skip = self._begin_update()
         if not skip:
             self._updating = True
             try:
@@ -388,14 +388,14 @@ class TrainingLoop:
         self.optimizer.zero_grad()
         self._used = False
 
-    def _begin_update(self, *, by_hand: bool) -> bool:
+    def _begin_update(self) -> bool:
         """Check gradients and members before ``optimizer.step()``; return whether to skip it."""
         if self.local is not None:
             self.local.check_outside("step")
         self.sharding.watch.end()
         self.members.check_optimizer()
         self.whole.check_gradients()
-        self.engine.check_averages(by_hand=by_hand)
+        self.engine.check_averages()
         if self.proof is not None:
             self.proof.before_update()
         skip = self._overflowed()
@@ -443,7 +443,7 @@ class TrainingLoop:
             return  # gradients of the script's own, if any
         if not self.update_due:
             raise messages.step_by_hand_inside(self._window)
-        skip = self._by_hand = self._begin_update(by_hand=True)
+        skip = self._by_hand = self._begin_update()
         if skip:
             for parameter in self._parameters:
                 parameter.grad = None  # an optimizer leaves parameters without a gradient alone
