@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import slipstream
 from slipstream.data.uneven_inputs import UnevenInputLoader
-from slipstream.errors import ModelError
+from slipstream.errors import MismatchError, ModelError, UsageError
 from slipstream.trace.recorder import Recorder
 from tests.data.uneven_training import (
     RowStream,
@@ -196,3 +196,87 @@ def test_gradients_of_two_backward_passes_add_up_on_uneven_ranks(two: Ranks) -> 
     first, second = two.run(trained, PerRank(5, 2), True, 1, 1, 2, timeout=40)
     assert first == second
     torch.testing.assert_close(first, reference((5, 2), 1, 1), rtol=1e-12, atol=1e-14)
+
+
+def trained_by_rows(length: int) -> list[float]:
+    """A loss that counts the rows of all ranks, as `docs/data.md` writes it."""
+    model, optimizer, _ = model_and_optimizer()
+    with slipstream.accelerate(model, optimizer, batches(dist.get_rank(), length)) as session:
+        for batch in session.loader:
+            total = loss_of(session.model, batch) * len(batch[0])
+            rows = torch.tensor(0 if session.loader.dummy_batch else len(batch[0]))
+            dist.all_reduce(rows)
+            session.backward(total * session.loader.active / rows)
+            session.step()
+    return values_of(model)
+
+
+def test_a_loss_that_counts_rows_of_all_ranks(two: Ranks) -> None:
+    lengths = (5, 2)
+    model, optimizer, _ = model_and_optimizer()
+    by_rank = [batches(rank, length) for rank, length in enumerate(lengths)]
+    for step in range(max(lengths)):
+        there = [rows[step] for rows in by_rank if step < len(rows)]
+        inputs, targets = map(torch.cat, zip(*there, strict=True))
+        loss_of(model, (inputs, targets)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for values in two.run(trained_by_rows, PerRank(*lengths), timeout=40):
+        torch.testing.assert_close(values, values_of(model), rtol=1e-12, atol=1e-14)
+
+
+def taken_apart(length: int) -> list[tuple[int, int]]:
+    """Of every batch: what the loop takes out of it."""
+    rows = [{"labels": [number, 0], "inner": ({"x": number},)} for number in range(length)]
+    loader = UnevenInputLoader(rows, group=dist.group.WORLD)
+    return [(batch["labels"].pop(0), batch["inner"][0].pop("x")) for batch in loader]
+
+
+def test_a_loop_may_take_entries_out_of_batches(two: Ranks) -> None:
+    first, second = two.run(taken_apart, PerRank(4, 1))
+    assert first == [(number, number) for number in range(4)]
+    assert second == [(0, 0)] * 4
+
+
+def left_out_by_all(length: int) -> str:
+    loader = UnevenInputLoader(list(range(length)), group=dist.group.WORLD)
+    present = iter(loader)
+    next(present)  # has no backward()
+    assert next(present) == 1
+    assert loader.active == 2
+    next(present)
+    with pytest.raises(UsageError) as caught:
+        _ = loader.active
+    return str(caught.value)
+
+
+def test_a_batch_that_all_ranks_leave_out_needs_its_backward(two: Ranks) -> None:
+    for text in two.run(left_out_by_all, PerRank(4, 2)):
+        assert "a batch that all ranks leave out needs its backward(), too" in text
+
+
+def with_other_rates(local: bool) -> str:
+    """A scheduler that each rank steps by a metric of its own."""
+    model, optimizer, _ = model_and_optimizer()
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    strategy = {"local": {}} if local else {}
+    rows = batches(dist.get_rank(), 2)
+    with slipstream.accelerate(model, optimizer, rows, strategy) as session:
+        for epoch in range(3):
+            try:
+                for batch in session.loader:
+                    session.backward(loss_of(session.model, batch))
+                    session.step()
+            except MismatchError as error:
+                return str(error)
+            scheduler.step(float(epoch * (2 * dist.get_rank() - 1)))
+    return "trained"
+
+
+def test_ranks_with_other_learning_rates_are_refused_where_a_pass_begins(two: Ranks) -> None:
+    texts = two.run(with_other_rates, False)
+    for rank, text in enumerate(texts):
+        assert "pass 3 of session.loader begins with other learning rates on rank 1" in text
+        assert f"(on rank {rank}: [0.{'0' * rank}1" in text
+        assert "ReduceLROnPlateau, with its mean over ranks" in text
+    assert two.run(with_other_rates, True) == ["trained"] * 2

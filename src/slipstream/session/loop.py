@@ -23,6 +23,7 @@ import torch.distributed as dist
 from slipstream.checks.own_view import UpdateCount
 from slipstream.codecs.compressor import any_infinite
 from slipstream.errors import UsageError
+from slipstream.gradients.finite import all_finite
 from slipstream.kernels.surroundings import outside_autocast
 from slipstream.local.training import LocalTraining
 from slipstream.parallel.dims import gather_objects
@@ -99,6 +100,7 @@ class TrainingLoop:
         self._updating = False  # inside an update of step()
         self._by_hand: bool | None = None  # inside one by hand; True: it is skipped
         self._used = False  # by one by hand, which leaves the gradients
+        self._other_skips: bool | None = None  # another optimizer, this update; None: made no step
         self._broken_off = False  # an update has begun and not ended
         self._meetings_due: list[bool] = []  # of ended updates: whether this rank has changed
 
@@ -372,7 +374,7 @@ class TrainingLoop:
         self.engine.check_averages(by_hand=by_hand)
         if self.proof is not None:
             self.proof.before_update()
-        skip = self._overflowed()
+        skip = bool(self._other_skips) or self._overflowed()
         self.tracer.update_begins()
         if not skip:
             self.momentum_correction.check()
@@ -383,6 +385,8 @@ class TrainingLoop:
         """Count the update and tell every part of its end; ``skip``: gradients overflowed; None:
         the script made no step."""
         self._backward_done = self._exchanged = False
+        late, other = skip is None, self._other_skips
+        skip, self._other_skips = other if late else skip, None
         worked = skip is False and self.window.contributions > 0
         if skip is False:
             self.steps += 1
@@ -393,11 +397,11 @@ class TrainingLoop:
         self.window.close()
         if skip is not None:
             self.precision.updated(skip)
-        self.engine.updated(self.steps, used=skip is False, late=skip is None)
+        self.engine.updated(self.steps, used=skip is False, late=late)
         self.tracer.update_ends()  # last, as it may change the split
         if self.local is not None:  # after it: a meeting is no work of the optimizer
             self._meetings_due.append(worked)
-            if skip is not None:
+            if not late:
                 self._meet()
         self._broken_off = False
         if self.proof is not None:
@@ -432,12 +436,19 @@ class TrainingLoop:
 
     def _other_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Another optimizer of the script steps: right for parameters of this model only where
-        averaged gradients are there."""
-        if self._updating or self.update_due or self._used:
+        averaged gradients are there. Where the update is skipped, it leaves them alone, too."""
+        if self._updating or self._used:
             return
         trained = {*self._parameters}
         shared = [p for g in optimizer.param_groups for p in g["params"] if p in trained]
-        if shared and (self.window_open or all(p.grad is None for p in shared)):
+        if shared and self.update_due:
+            # a GradScaler lets it step where its own gradients are finite
+            ends = self.engine.nonfinite and self._on_nonfinite == "raise"
+            finite = ends and all_finite(p.grad for p in shared if p.grad is not None)
+            self._other_skips = bool(self._other_skips) or (not finite and self._overflowed())
+            for parameter in shared if self._other_skips else ():
+                parameter.grad = None
+        elif shared and (self.window_open or all(p.grad is None for p in shared)):
             raise messages.other_step(optimizer)
 
     def _overflowed(self) -> bool:
