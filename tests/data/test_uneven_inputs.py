@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import slipstream
+from slipstream import comm
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import MismatchError, ModelError, UsageError
 from slipstream.trace.recorder import Recorder
@@ -280,3 +281,39 @@ def test_ranks_with_other_learning_rates_are_refused_where_a_pass_begins(two: Ra
         assert f"(on rank {rank}: [0.{'0' * rank}1" in text
         assert "ReduceLROnPlateau, with its mean over ranks" in text
     assert two.run(with_other_rates, True) == ["trained"] * 2
+
+
+def centred(model: torch.nn.Module, rows: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """A norm over all ranks, as synchronised batch norm."""
+    return model(rows - mean).square().mean()  # type: ignore[no-any-return]
+
+
+def trained_across(length: int) -> list[float]:
+    model, optimizer, _ = model_and_optimizer()
+    first = torch.nn.Linear(3, 3).double()
+    both = torch.nn.ModuleList([first, model])
+    optimizer.add_param_group({"params": list(first.parameters())})
+    with slipstream.accelerate(both, optimizer, batches(dist.get_rank(), length)) as session:
+        for rows, _ in session.loader:
+            hidden = first(rows)
+            session.backward(centred(model, hidden, comm.all_reduce_mean(hidden.mean(0))))
+            session.step()
+    return values_of(both)
+
+
+def test_a_dummy_batch_takes_part_where_the_graph_meets_other_ranks(two: Ranks) -> None:
+    lengths = (4, 2)
+    model, optimizer, _ = model_and_optimizer()
+    first = torch.nn.Linear(3, 3).double()
+    optimizer.add_param_group({"params": list(first.parameters())})
+    by_rank = [batches(rank, length) for rank, length in enumerate(lengths)]
+    for step in range(max(lengths)):
+        hidden = [first(rows[min(step, len(rows) - 1)][0]) for rows in by_rank]
+        mean = torch.stack([h.mean(0) for h in hidden]).mean(0)
+        losses = [centred(model, h, mean) for h, n in zip(hidden, lengths, strict=True) if step < n]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = values_of(torch.nn.ModuleList([first, model]))
+    for values in two.run(trained_across, PerRank(*lengths), timeout=40):
+        torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-14)

@@ -42,6 +42,8 @@ from slipstream.session.zeroing import Zeroing
 if TYPE_CHECKING:
     from slipstream.parallel.pipeline.pipeline import Pipeline
 
+_BETWEEN_RANKS = ("slipstream.comm", "torch.distributed", "torch.nn.modules._functions.SyncBatch")
+
 
 class TrainingLoop:
     """Backward passes and updates of one model.
@@ -158,7 +160,11 @@ class TrainingLoop:
                 self.proof.replay(part, self.steps)
             part.backward(retain_graph=retain_graph)
 
-        self._run_backward(run, loss_scale)
+        def run_dummy() -> None:
+            if _meets_others(loss):  # which wait in their backward
+                (loss * 0).backward(retain_graph=retain_graph)
+
+        self._run_backward(run, loss_scale, run_dummy)
 
     def pipeline_backward(
         self,
@@ -213,8 +219,14 @@ class TrainingLoop:
             self._compared = True
         return loss_scale
 
-    def _run_backward(self, run: Callable[[], None], loss_scale: float) -> None:
-        """``run`` a backward pass; average the gradients if an update follows it."""
+    def _run_backward(
+        self,
+        run: Callable[[], None],
+        loss_scale: float,
+        run_dummy: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``run`` a backward pass, or that of a dummy batch; average the gradients if an update
+        follows it."""
         begins = not self.window_open
         dummy_batch = self.window.count()
         self.whole.complete()
@@ -228,8 +240,7 @@ class TrainingLoop:
         self.engine.begin(exchange=exchange, scale=self.window.scale, loss_scale=loss_scale)
         self._exchanged = False  # from here on averages may be mixed with gradients of this rank
         try:
-            if not dummy_batch:  # such a rank takes part in the exchange, with zeros
-                run()
+            (run_dummy if dummy_batch else run)()  # it takes part in the exchange, with zeros
             self.tracer.backward_ends()
             began = time.perf_counter()
             self.engine.end()
@@ -521,3 +532,19 @@ class TrainingLoop:
         if self._broken_off and self.dims.control is not None:
             raise messages.broken_off(self.steps + 1)
         self.whole.check_in_step()
+
+
+def _meets_others(loss: torch.Tensor) -> bool:
+    """Whether its graph has operators between ranks, as of `slipstream.comm`, ``torch.distributed``
+    and synchronised batch norm."""
+    left, seen = [loss.grad_fn], set[Any]()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        own = getattr(type(node), "_forward_cls", None)  # of a function in Python
+        if own is not None and f"{own.__module__}.{own.__name__}".startswith(_BETWEEN_RANKS):
+            return True
+        left += [following for following, _ in node.next_functions]
+    return False
