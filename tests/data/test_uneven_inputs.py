@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import slipstream
+from slipstream import comm
 from slipstream.data.balance import SampleBalance
 from slipstream.data.prefetch import prefetch
 from slipstream.data.uneven_inputs import UnevenInputLoader
-from slipstream.errors import ModelError
+from slipstream.errors import MismatchError, ModelError, UsageError
 from slipstream.strategy import BalanceConfig, PrefetchConfig
 from slipstream.trace.recorder import Recorder
 from tests.data.uneven_training import (
@@ -238,6 +239,17 @@ def trained_in_common(length: int) -> list[float]:
             hidden = model[0](x)
             mean = MeanOfRanks.apply(hidden.mean(0))  # type: ignore[no-untyped-call]
             session.backward(model[1](torch.tanh(hidden - mean)).square().mean())
+
+
+def trained_by_rows(length: int) -> list[float]:
+    """A loss that counts the rows of all ranks, as `docs/data.md` writes it."""
+    model, optimizer, _ = model_and_optimizer()
+    with slipstream.accelerate(model, optimizer, batches(dist.get_rank(), length)) as session:
+        for batch in session.loader:
+            total = loss_of(session.model, batch) * len(batch[0])
+            rows = torch.tensor(0 if session.loader.dummy_batch else len(batch[0]))
+            dist.all_reduce(rows)
+            session.backward(total * session.loader.active / rows)
             session.step()
     return values_of(model)
 
@@ -289,3 +301,110 @@ def test_what_is_set_on_it_reaches_the_loader_that_is_dealt() -> None:
     around = UnevenInputLoader(balance.over(balance.loader), group=None)
     around.collate_fn = max
     assert sum(around) == 6
+
+
+def test_a_loss_that_counts_rows_of_all_ranks(two: Ranks) -> None:
+    lengths = (5, 2)
+    model, optimizer, _ = model_and_optimizer()
+    by_rank = [batches(rank, length) for rank, length in enumerate(lengths)]
+    for step in range(max(lengths)):
+        there = [rows[step] for rows in by_rank if step < len(rows)]
+        inputs, targets = map(torch.cat, zip(*there, strict=True))
+        loss_of(model, (inputs, targets)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for values in two.run(trained_by_rows, PerRank(*lengths), timeout=40):
+        torch.testing.assert_close(values, values_of(model), rtol=1e-12, atol=1e-14)
+
+
+def taken_apart(length: int) -> list[tuple[int, int]]:
+    """Of every batch: what the loop takes out of it."""
+    rows = [{"labels": [number, 0], "inner": ({"x": number},)} for number in range(length)]
+    loader = UnevenInputLoader(rows, group=dist.group.WORLD)
+    return [(batch["labels"].pop(0), batch["inner"][0].pop("x")) for batch in loader]
+
+
+def test_a_loop_may_take_entries_out_of_batches(two: Ranks) -> None:
+    first, second = two.run(taken_apart, PerRank(4, 1))
+    assert first == [(number, number) for number in range(4)]
+    assert second == [(0, 0)] * 4
+
+
+def left_out_by_all(length: int) -> str:
+    loader = UnevenInputLoader(list(range(length)), group=dist.group.WORLD)
+    present = iter(loader)
+    next(present)  # has no backward()
+    assert next(present) == 1
+    assert loader.active == 2
+    next(present)
+    with pytest.raises(UsageError) as caught:
+        _ = loader.active
+    return str(caught.value)
+
+
+def test_a_batch_that_all_ranks_leave_out_needs_its_backward(two: Ranks) -> None:
+    for text in two.run(left_out_by_all, PerRank(4, 2)):
+        assert "a batch that all ranks leave out needs its backward(), too" in text
+
+
+def with_other_rates(local: bool) -> str:
+    """A scheduler that each rank steps by a metric of its own."""
+    model, optimizer, _ = model_and_optimizer()
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    strategy = {"local": {}} if local else {}
+    rows = batches(dist.get_rank(), 2)
+    with slipstream.accelerate(model, optimizer, rows, strategy) as session:
+        for epoch in range(3):
+            try:
+                for batch in session.loader:
+                    session.backward(loss_of(session.model, batch))
+                    session.step()
+            except MismatchError as error:
+                return str(error)
+            scheduler.step(float(epoch * (2 * dist.get_rank() - 1)))
+    return "trained"
+
+
+def test_ranks_with_other_learning_rates_are_refused_where_a_pass_begins(two: Ranks) -> None:
+    texts = two.run(with_other_rates, False)
+    for rank, text in enumerate(texts):
+        assert "pass 3 of session.loader begins with other learning rates on rank 1" in text
+        assert f"(on rank {rank}: [0.{'0' * rank}1" in text
+        assert "ReduceLROnPlateau, with its mean over ranks" in text
+    assert two.run(with_other_rates, True) == ["trained"] * 2
+
+
+def centred(model: torch.nn.Module, rows: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """A norm over all ranks, as synchronised batch norm."""
+    return model(rows - mean).square().mean()  # type: ignore[no-any-return]
+
+
+def trained_across(length: int) -> list[float]:
+    model, optimizer, _ = model_and_optimizer()
+    first = torch.nn.Linear(3, 3).double()
+    both = torch.nn.ModuleList([first, model])
+    optimizer.add_param_group({"params": list(first.parameters())})
+    with slipstream.accelerate(both, optimizer, batches(dist.get_rank(), length)) as session:
+        for rows, _ in session.loader:
+            hidden = first(rows)
+            session.backward(centred(model, hidden, comm.all_reduce_mean(hidden.mean(0))))
+            session.step()
+    return values_of(both)
+
+
+def test_a_dummy_batch_takes_part_where_the_graph_meets_other_ranks(two: Ranks) -> None:
+    lengths = (4, 2)
+    model, optimizer, _ = model_and_optimizer()
+    first = torch.nn.Linear(3, 3).double()
+    optimizer.add_param_group({"params": list(first.parameters())})
+    by_rank = [batches(rank, length) for rank, length in enumerate(lengths)]
+    for step in range(max(lengths)):
+        hidden = [first(rows[min(step, len(rows) - 1)][0]) for rows in by_rank]
+        mean = torch.stack([h.mean(0) for h in hidden]).mean(0)
+        losses = [centred(model, h, mean) for h, n in zip(hidden, lengths, strict=True) if step < n]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = values_of(torch.nn.ModuleList([first, model]))
+    for values in two.run(trained_across, PerRank(*lengths), timeout=40):
+        torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-14)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import slipstream
 from slipstream.errors import ExchangeError, HangError, UsageError
 from tests.harness.models import MODELS, Shared, rows
 from tests.harness.ranks import RankFailure
@@ -253,3 +254,40 @@ def test_a_graph_that_changes_on_one_rank(two):
         two.run(change_and_die)
     assert isinstance(failure.value.errors[0], ExchangeError)
     assert failure.value.errors[1] == "the process died"
+
+
+class LateTable(nn.Module):
+    """Tables of which one is used later, as those of domains that come in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tables = nn.ModuleList(nn.EmbeddingBag(7, 2, sparse=True) for _ in range(2))
+
+    def forward(self, numbers: Tensor, *used: int) -> Tensor:
+        return torch.stack([self.tables[n](numbers).square().mean() for n in used]).sum()
+
+
+def late_table(windows: list[list[tuple[int, ...]]]) -> list[bool]:
+    """By update, whether the late table has a sparse gradient; SparseAdam takes no other."""
+    model = LateTable()
+    optimizer = torch.optim.SparseAdam(list(model.parameters()), lr=0.1)
+    strategy = {"gradients": {"accumulate": len(windows[0])}}
+    numbers = torch.tensor([[1, 2], [3, dist.get_rank()]])
+    found = []
+    with slipstream.accelerate(model, optimizer, None, strategy) as session:
+        for window in windows:
+            for used in window:
+                session.backward(model(numbers, *used))
+                gradient = model.tables[1].weight.grad
+                updated = session.step()
+            assert updated
+            found.append(gradient is not None and gradient.is_sparse)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("windows", "sparse"), [([[(0,)], [(0, 1)]], [False, True]), ([[(0, 1), (0,)]] * 2, [True] * 2)]
+)
+def test_a_table_that_the_first_pass_has_not_used_stays_sparse(two, windows, sparse):
+    assert two.run(late_table, windows) == [sparse] * 2

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import SGD
 
 import slipstream
-from slipstream.errors import ModelError, UsageError
+from slipstream.errors import ModelError, NonFiniteError, UsageError
 from slipstream.pytree import tensors
 from tests.harness.ranks import Ranks
 from tests.session.test_habits import batches, loss_of, model_of, opened, plain
@@ -273,6 +273,69 @@ def test_gradients_kept_for_a_rarer_optimizer_are_not_dropped_in_silence(two: Ra
     for error in two.fail(steps_in_turn, "other").values():
         assert isinstance(error, UsageError)
         assert "give accelerate() the optimizer that steps most rarely" in str(error)
+
+
+def skipped_by_both(order: str) -> None:
+    model = model_of()
+    mine, other = two_of_a_model(model)
+    checks = {"checks": {"nonfinite": "skip"}}
+    with slipstream.accelerate(model, mine, None, checks) as session:
+        for number, batch in enumerate(batches()):
+            factor = torch.inf if number == 1 and dist.get_rank() == 1 else 1.0
+            session.backward(loss_of(model, batch[dist.get_rank()]) * factor)
+            other.step()
+            if order == "by hand":
+                mine.step()
+                model.zero_grad()
+            else:
+                session.step()
+        assert session.skipped == 1
+    assert_equal(model, plain([[0], [1], [2], [3]], skipped=(1,)))
+
+
+@pytest.mark.parametrize("order", ["by hand", "before session.step()"])
+def test_a_second_optimizer_skips_an_update_with_the_session(two: Ranks, order: str) -> None:
+    two.run(skipped_by_both, order)
+
+
+def ended_before_both() -> str:
+    model = model_of()
+    mine, other = two_of_a_model(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    session = slipstream.accelerate(model, mine)
+    session.backward(loss_of(model, batches()[0, dist.get_rank()]) * torch.inf)
+    with session, pytest.raises(NonFiniteError) as caught:
+        other.step()
+    assert_equal(model, before)
+    return str(caught.value)
+
+
+def test_a_second_optimizer_makes_no_step_with_infinite_gradients(two: Ranks) -> None:
+    for text in two.run(ended_before_both):
+        assert "The parameters are still those of update 0" in text
+
+
+def stepped_by_another(strategy: dict[str, Any]) -> tuple[int, int]:
+    """As by an object of the script's own that steps several optimizers."""
+    model = model_of()
+    before = [p.detach().clone() for p in model.parameters()]
+    mine, other = (SGD(model.parameters(), lr=0.1, momentum=0.9) for _ in range(2))
+    with slipstream.accelerate(model, mine, None, strategy) as session:
+        for batch in batches():
+            session.backward(loss_of(model, batch[dist.get_rank()]))
+            other.step()
+            other.zero_grad()
+        assert session.between_updates
+        counted = session.updates, session.skipped
+    triples = zip(model.parameters(), plain([[0], [1], [2], [3]]), before, strict=True)
+    for ours, theirs, first in triples:  # a meeting comes a backward pass later than behind step()
+        assert (ours - theirs).norm() < 0.1 * (theirs - first).norm()
+    return counted
+
+
+@pytest.mark.parametrize("strategy", [{}, {"local": {"steps": 1, "lr": 1, "momentum": 0}}])
+def test_an_update_by_another_optimizer_alone_counts(two: Ranks, strategy: Any) -> None:
+    assert two.run(stepped_by_another, strategy) == [(4, 0)] * 2
 
 
 class Zeroes(SGD):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -25,13 +27,23 @@ class Agreement:
         rank, ranks: this one, and how many there are.
         number: of the pass, the same on all of them.
         goes_on: whether batches before the first step were skipped, maybe all of a rank.
+        rates: learning rates, which all ranks must have alike.
 
     Attributes:
         dummy_batch: whether this rank has no batch in the present step.
     """
 
-    def __init__(self, rank: int, ranks: int, number: int, *, goes_on: bool = False) -> None:
-        self._goes_on = goes_on
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        number: int,
+        *,
+        goes_on: bool = False,
+        rates: Sequence[object] = (),
+    ) -> None:
+        self._goes_on, self._rates = goes_on, [*rates]
+        self._mark = crc32(repr(self._rates).encode())
         self._rank, self._ranks, self._number = rank, ranks, number
         self._steps = self._noted = self._used = 0
         self._agreed = 0
@@ -55,7 +67,8 @@ class Agreement:
             promise: how many batches this rank has for certain from here on.
 
         Raises:
-            MismatchError: ranks are at different steps; on all of them.
+            MismatchError: ranks are at different steps, or have other learning rates; on all of
+                them.
             ModelError: some ranks have no batch at all; on all of them.
             ExchangeError: another rank is gone.
         """
@@ -78,7 +91,7 @@ class Agreement:
             with collective_errors("the comparison of the loaders"):
                 work.wait()
             self._pending = None
-            self._take(answers.view(self._ranks, 3).tolist())
+            self._take(answers.view(self._ranks, -1).tolist())
 
     def use(self) -> int:
         """The number of ranks that have a batch in the step of the oldest batch that was not used
@@ -99,8 +112,9 @@ class Agreement:
                 f"backward(), and {self._active} of {self._ranks} ranks have one of their own by "
                 "now: over how many ranks this loss is averaged is not known. Take one batch, call "
                 "backward(), then step(), then take the next one (what no_sync() gathers counts as "
-                "one batch: use gradients.accumulate); put what reads ahead around the loader that "
-                "accelerate() gets, or give all ranks as many batches"
+                "one batch: use gradients.accumulate; a batch that all ranks leave out needs its "
+                "backward(), too, with optimizer.zero_grad() instead of step()); put what reads "
+                "ahead around the loader that accelerate() gets, or give all ranks as many batches"
             )
         self._used = min(self._used + 1, self._steps)
         return self._active
@@ -132,23 +146,30 @@ class Agreement:
             self._active, self._active_since = active, self._steps - 1
 
     def _ask(self, promise: int, group: dist.ProcessGroup) -> None:
-        mine = torch.tensor([self._number, self._steps, promise])
-        answers = torch.empty(3 * self._ranks, dtype=torch.int64)
+        mine = torch.tensor([self._number, self._steps, promise, self._mark])
+        answers = torch.empty(len(mine) * self._ranks, dtype=torch.int64)
         with collective_errors("the comparison of the loaders"):
-            work = dist.all_gather(list(answers.split(3)), mine, group=group, async_op=True)
+            work = dist.all_gather(list(answers.split(len(mine))), mine, group=group, async_op=True)
         assert work is not None
         self._pending = work, answers
 
     def _take(self, answers: list[list[int]]) -> None:
-        number, step, _ = answers[0]
-        for rank, (other_number, other_step, _) in enumerate(answers):
+        number, step, _, mark = answers[0]
+        for rank, (other_number, other_step, _, other_mark) in enumerate(answers):
             if (other_number, other_step) != (number, step):
                 raise MismatchError(
                     f"rank 0 asks session.loader for batch {step} of pass {number}, rank {rank} "
                     f"for batch {other_step} of pass {other_number}: all ranks must leave a loop "
                     "at the same batch (they are given as many)"
                 )
-        promises = [promise for _, _, promise in answers]
+            if other_mark != mark:
+                raise MismatchError(
+                    f"pass {number} of session.loader begins with other learning rates on rank "
+                    f"{rank} than on rank 0 (on rank {self._rank}: {self._rates}), so their "
+                    "updates would differ; step schedulers on every rank alike, and those that "
+                    "look at a metric, as ReduceLROnPlateau, with its mean over ranks"
+                )
+        promises = [promise for _, _, promise, _ in answers]
         empty = [rank for rank, promise in enumerate(promises) if not promise]
         if not step and not self._goes_on and 0 < len(empty) < self._ranks:
             raise ModelError(

@@ -26,6 +26,7 @@ from slipstream.data import pass_random
 from slipstream.data.agreement import Agreement
 from slipstream.data.lengths import certain_length, epoch_of
 from slipstream.errors import DataError, UsageError
+from slipstream.pytree import mapped
 from slipstream.trace.event import DATA_WAIT
 from slipstream.trace.recorder import Recorder
 
@@ -64,13 +65,15 @@ class UnevenInputLoader:
         reading: what such a span says of those who read.
         skipping: entered while batches are dropped that a run before this one has used.
         explaining: turns an exchange that failed inside into an error that says why.
+        rates: learning rates, which all ranks must have alike where a pass begins.
 
     Attributes:
         before_next: called whenever a batch is asked for; what it raises goes to who asks.
 
     Raises, while it is iterated, on every rank:
         ModelError: the loaders of some ranks are empty, those of others are not.
-        MismatchError: ranks are at different batches, as one has left its loop early.
+        MismatchError: ranks are at different batches, as one has left its loop early, or have other
+            learning rates.
         ExchangeError: another rank is gone.
         DataError: a loader whose length is certain has given fewer batches; on this rank.
 
@@ -90,6 +93,7 @@ class UnevenInputLoader:
         reading: Callable[[], Mapping[str, int]] = dict,
         skipping: Callable[[], AbstractContextManager[object]] = nullcontext,
         explaining: Callable[[], AbstractContextManager[object]] = nullcontext,
+        rates: Callable[[], Sequence[object]] = tuple,
     ) -> None:
         while isinstance(loader, UnevenInputLoader) and loader._detached:
             loader = loader._loader
@@ -97,6 +101,7 @@ class UnevenInputLoader:
         self._loader, self._reading, self._skipping = loader, reading, skipping
         self._group = group if self._followed is None else None
         self._recorder, self._on_start, self._explaining = recorder, on_start, explaining
+        self._rates = rates
         self._ranks = dist.get_world_size(group) if group is not None else 1
         self._passes = 0
         self._agreement: Agreement | None = None
@@ -211,7 +216,7 @@ class UnevenInputLoader:
         if self._agreement is not None:
             self._agreement.abandon()
         self._group = self._recorder = self._on_start = self._agreement = self.before_next = None
-        self._explaining, self._detached = nullcontext, True
+        self._explaining, self._rates, self._detached = nullcontext, tuple, True
 
     def __len__(self) -> int:
         """Length of this rank's own loader; an epoch is as long as the longest one really is."""
@@ -258,7 +263,8 @@ class UnevenInputLoader:
             return batches, None
         self._passes += 1
         rank = dist.get_rank(self._group)
-        return batches, Agreement(rank, self._ranks, self._passes, goes_on=goes_on)
+        rates = self._rates()
+        return batches, Agreement(rank, self._ranks, self._passes, goes_on=goes_on, rates=rates)
 
     def _begin_anew(self) -> None:
         """Let the next pass go on with nothing."""
@@ -321,8 +327,9 @@ class _Pass(Iterator[Any]):
         if not (has_one if self._agreement is None else self._agreed(has_one)):
             self._end()
             raise StopIteration
-        batch = self._last = self._following if has_one else self._last
+        batch = self._following if has_one else _copied(self._last)
         if has_one:
+            self._last = batch if self._agreement is None else _copied(batch)
             self._following = _NOT_READ
             self._given += 1
         self.steps += 1
@@ -425,3 +432,9 @@ class _Pass(Iterator[Any]):
         if recorder is not None and batch is not _END:
             recorder.add(DATA_WAIT, start, recorder.now(), **reading)
         return batch
+
+
+def _copied(batch: Any) -> Any:
+    """The same tensors in lists and mappings of their own: a script may take entries out of those
+    that it gets."""
+    return mapped(batch, lambda tensor: tensor)

@@ -131,6 +131,9 @@ class Engine(GradientEngine):
     ) -> None:
         self._trainables = list(trainables)
         self._frozen = parameters_of(model, trainable=False)
+        tables = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+        sparse = {table.weight for table in tables if table.sparse}
+        self._sparse = [i for i, t in enumerate(self._trainables) if t.parameter in sparse]
         self._buffers = Buffers(model.named_buffers)
         self.split, self.overlap, self._plan = split, overlap, compression_plan
         self._channel, self._control, self._any_rank = channel, control, any_rank
@@ -546,7 +549,7 @@ class Engine(GradientEngine):
     def _first_layout(self) -> GradientLayout:
         observer = self._observer or Observer(len(self._trainables))
         try:
-            order = observer.agree(self._control)
+            order = observer.agree(self._control, self._sparse)
         except RuntimeError as error:  # a peer is gone before its first exchange
             what = "the agreement on the order of the gradients"
             raise ExchangeError(f"{exchange_failed(self._at, what)}: {error}") from error

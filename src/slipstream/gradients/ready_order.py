@@ -5,7 +5,7 @@ Parameters that no rank saw come last, in reverse order of registration.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,10 +47,11 @@ class Observer:
         if gradient.is_sparse:
             self._sparse_dims[index] = gradient.sparse_dim()
 
-    def agree(self, group: dist.ProcessGroup) -> ReadyOrder:
+    def agree(self, group: dist.ProcessGroup, sparse: Collection[int] = ()) -> ReadyOrder:
         """The most firings and axes of any rank, the order of the first: two small collectives.
 
-        A parameter that the first rank did not see comes after those that it saw.
+        A parameter that the first rank did not see comes after those that it saw; one that no rank
+        saw has a dense gradient, unless it is among ``sparse``.
         """
         num_parameters = len(self._sparse_dims)
         firings = [0] * num_parameters
@@ -58,6 +59,8 @@ class Observer:
             firings[index] += 1
         counts = torch.tensor([firings, self._sparse_dims], dtype=torch.int64)
         most_firings, sparse_dims = maximum(counts, group).tolist()
+        for index in sparse:
+            sparse_dims[index] = sparse_dims[index] or int(not most_firings[index])
         order = torch.tensor(_by_last_firing(self._seen, num_parameters), dtype=torch.int64)
         return ReadyOrder(
             tuple(of_first(order, group).tolist()),

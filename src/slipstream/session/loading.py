@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from slipstream.calibration.rank_speed import rank_speeds
@@ -115,9 +116,15 @@ def _installed(
         reading=reading,
         skipping=skipping,
         explaining=given.explaining,
+        rates=tuple if given.strategy.local else partial(_rates, given.optimizer),
     )
     handles.callback(session_loader.detach)
     return session_loader
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> list[object]:
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return [r.tolist() if isinstance(r, torch.Tensor) else r for r in rates]
 
 
 def _check_has_batches(loader: Iterable[Any]) -> None:

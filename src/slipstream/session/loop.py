@@ -24,6 +24,7 @@ import torch.distributed as dist
 from slipstream.checks.own_view import UpdateCount
 from slipstream.codecs.compressor import any_infinite
 from slipstream.errors import UsageError
+from slipstream.gradients.finite import all_finite
 from slipstream.kernels.surroundings import outside_autocast
 from slipstream.local.training import LocalTraining
 from slipstream.parallel.dims import gather_objects
@@ -104,9 +105,9 @@ class TrainingLoop:
         self._by_hand: bool | None = None  # inside one by hand; True: it is skipped
         self._used = False  # by one by hand, which leaves the gradients
         self._dropped: set[torch.Tensor] = set()  # parameters that had kept theirs until then
+        self._other_skips: bool | None = None  # another optimizer, this update; None: made no step
         self._broken_off = False  # an update has begun and not ended
         self._collectives = 0  # when a step began
-        self._by_other = False  # an optimizer of the script has used the averages
         self._meetings_due: list[bool] = []  # of ended updates: whether this rank has changed
 
     @property
@@ -339,7 +340,7 @@ class TrainingLoop:
         """End an update whose gradients the script has zeroed: it has skipped it, unless another
         optimizer has made it. ``in_forward``: a graph waits for its backward."""
         if self._backward_done and self.update_follows and self._zeroing.done_since:
-            self._end_update(False if self._by_other else None, late=True)
+            self._end_update(self._other_skips, late=True)
         if not in_forward:
             self._meet()
         elif self.local is not None and self._meetings_due:
@@ -350,7 +351,7 @@ class TrainingLoop:
         script has skipped it, and the script zeroes its gradients before the next backward."""
         if self.update_due and self.engine.nonfinite:
             self._clear()
-            self._end_update(None)
+            self._end_update(None, late=True)
         self.settle()
 
     def _meet(self) -> None:
@@ -398,7 +399,7 @@ class TrainingLoop:
         self.engine.check_averages()
         if self.proof is not None:
             self.proof.before_update()
-        skip = self._overflowed()
+        skip = bool(self._other_skips) or self._overflowed()
         self.tracer.update_begins()
         if not skip:
             self.momentum_correction.check()
@@ -408,7 +409,8 @@ class TrainingLoop:
     def _end_update(self, skip: bool | None, *, late: bool = False) -> None:
         """Count the update and tell every part of its end; ``skip``: gradients overflowed; None:
         the script made no step. ``late``: a graph may wait for its backward."""
-        self._backward_done = self._exchanged = self._by_other = False
+        self._backward_done = self._exchanged = False
+        self._other_skips = None
         worked = skip is False and self.window.contributions > 0
         if skip is False:
             self.steps += 1
@@ -462,7 +464,7 @@ class TrainingLoop:
 
     def _other_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Another optimizer of the script steps: right for parameters of this model only where
-        averaged gradients are there."""
+        averaged gradients are there. Where the update is skipped, it leaves them alone, too."""
         if self._updating:
             return
         theirs = [p for group in optimizer.param_groups for p in group["params"]]
@@ -472,10 +474,14 @@ class TrainingLoop:
             raise messages.other_step_late(optimizer)
         if self._used:
             return
-        if self.update_due:  # it may be all of the update: within one that has no hooks, say
-            self._by_other |= bool(shared)
-            return
-        if shared and (self.window_open or all(p.grad is None for p in shared)):
+        if shared and self.update_due:
+            # a GradScaler lets it step where its own gradients are finite
+            ends = self.engine.nonfinite and self._on_nonfinite == "raise"
+            finite = ends and all_finite(p.grad for p in shared if p.grad is not None)
+            self._other_skips = bool(self._other_skips) or (not finite and self._overflowed())
+            for parameter in shared if self._other_skips else ():
+                parameter.grad = None
+        elif shared and (self.window_open or all(p.grad is None for p in shared)):
             raise messages.other_step(optimizer)
 
     def _overflowed(self) -> bool:
