@@ -156,7 +156,7 @@ class TrainingLoop:
                 self.proof.replay(part, self.steps)
             part.backward(retain_graph=retain_graph)
 
-        self._run_backward(run, loss_scale)
+        self._run_backward(run, loss_scale, graph_waits=retain_graph)
 
     def pipeline_backward(
         self,
@@ -211,8 +211,11 @@ class TrainingLoop:
             self._compared = True
         return loss_scale
 
-    def _run_backward(self, run: Callable[[], None], loss_scale: float) -> None:
-        """``run`` a backward pass; average the gradients if an update follows it."""
+    def _run_backward(
+        self, run: Callable[[], None], loss_scale: float, *, graph_waits: bool = False
+    ) -> None:
+        """``run`` a backward pass; average the gradients if an update follows it. ``graph_waits``:
+        for another one."""
         begins = not self.window_open
         dummy_batch = self.window.count()
         self.whole.complete()
@@ -232,7 +235,8 @@ class TrainingLoop:
             began = time.perf_counter()
             self.engine.end()
             self.progress.waited += time.perf_counter() - began
-            self._meet()
+            if not graph_waits:
+                self._meet()
         except BaseException as error:  # an interrupt, too, which the script may survive
             self.engine.abort(error)
             self.whole.abort(error)
@@ -432,8 +436,16 @@ class TrainingLoop:
 
     def _other_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Another optimizer of the script steps: right for parameters of this model only where
-        averaged gradients are there."""
-        if self._updating or self.update_due or self._used:
+        averaged gradients are there.
+
+        One that this optimizer is around (SAM calls it `base_optimizer`) makes the update instead.
+        """
+        if self._updating:
+            return
+        held = vars(self.optimizer).items()
+        if self.window_open and (name := next((n for n, v in held if v is optimizer), None)):
+            raise messages.inner_step(self.optimizer, name)
+        if self.update_due or self._used:
             return
         trained = {*self._parameters}
         shared = [p for g in optimizer.param_groups for p in g["params"] if p in trained]
