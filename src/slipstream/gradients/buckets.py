@@ -29,7 +29,7 @@ SMALL_GRADIENT = 64 * 1024
 
 
 _OWN_REFERENCES = 3
-"""To a gradient: of its bucket, and of the variable and the argument that look."""
+"""References to a gradient that only its bucket has: with the variable and argument that look."""
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
@@ -56,8 +56,8 @@ class Bucket(ABC):
     """Bytes of this rank's gradients without the flags of use; 0 where unknown beforehand."""
 
     def part_from_script(self) -> None:  # noqa: B027 - others lend no memory
-        """Before an exchange: gradients of the last one that the script has kept, or whose ``data``
-        it has set, have memory of their own, as they do without a bucket."""
+        """Give the script memory of its own before an exchange: for gradients of the last one that
+        it has kept, and where it has set their ``data``."""
 
     @abstractmethod
     def fill(self, slot: int, scale: torch.Tensor) -> None:

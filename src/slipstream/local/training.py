@@ -561,7 +561,7 @@ class LocalTraining:
             meeting.write_buffers(buffers)
 
     def _present_versions(self) -> list[tuple[int, int]]:
-        """Of the parameters, with their places, as torch does not count where ``data`` is set."""
+        """List the parameters' versions and places: torch does not count where ``data`` is set."""
         parameters = (t.parameter for t in self._trained)
         return [(p._version, p.data_ptr()) for p in parameters]
 
