@@ -103,6 +103,44 @@ def test_two_passes_an_update_begin_where_all_ranks_do(two: Ranks) -> None:
     assert torch.equal(first[0], flat(build().parameters()))
 
 
+def three_losses_of_a_graph() -> Tensor:
+    """As gradient surgery (PCGrad) takes them: a meeting may be due in between."""
+    model = build()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with slipstream.accelerate(model, optimizer, None, {"local": {"steps": 1}}) as session:
+        for update in range(3):
+            loss = loss_of(model, session.rank, update)
+            for factor in (0.5, 2.0, 1.0):
+                optimizer.zero_grad()
+                session.backward(factor * loss.sin(), retain_graph=True)
+            session.step()
+        assert session.updates == 3
+    return flat(model.parameters())
+
+
+def test_no_meeting_changes_parameters_that_a_graph_still_needs(two: Ranks) -> None:
+    first, second = two.run(three_losses_of_a_graph)
+    assert torch.equal(first, second)
+
+
+def set_at_the_end(delay: int) -> None:
+    """The best parameters, by ``data``, while a change is on its way."""
+    model = build()
+    local = {"steps": 4, "delay": delay}
+    with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
+        for update in range(5):
+            session.backward(loss_of(model, session.rank, update))
+            session.step()
+        for parameter in model.parameters():
+            parameter.data = torch.full_like(parameter, 0.5)
+    for parameter in model.parameters():
+        assert (parameter == 0.5).all()
+
+
+def test_parameters_that_a_script_sets_at_the_end_stay(two: Ranks) -> None:
+    two.run(set_at_the_end, 3)
+
+
 def without_an_update(updates: tuple[int, int]) -> Tensor:
     model = build()
     rank = torch.distributed.get_rank()

@@ -25,9 +25,9 @@ from tests.session.test_habits import batches, loss_of, model_of, opened, plain
 TRANSPORTS = ["flat", "sharded"]
 
 
-def assert_equal(model: nn.Module, expected: list[torch.Tensor]) -> None:
+def assert_equal(model: nn.Module, expected: list[torch.Tensor], within: float = 1e-12) -> None:
     for mine, theirs in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(mine.detach(), theirs, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(mine.detach(), theirs, rtol=within, atol=within)
 
 
 # Zeroing.
@@ -117,6 +117,86 @@ def accumulated(transport: str) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_zeroing_between_windows(two: Ranks, transport: str) -> None:
     two.run(accumulated, transport)
+
+
+# Gradients that the script keeps, or makes.
+
+
+def kept(codec: str | None, sets_data: bool) -> None:
+    """Averages of two losses, without ``clone()``: zeroing lets go of them, as torch does."""
+    model, optimizer, session = opened({"codec": codec, "split": "per_gradient"})
+    parameters = [*model.parameters()]
+    with session:
+        for batch in batches():
+            of_losses = []
+            for factor in (1.0, 3.0):
+                optimizer.zero_grad()
+                session.backward(factor * loss_of(model, batch[dist.get_rank()]))
+                for p in parameters if sets_data else ():
+                    assert p.grad is not None
+                    p.grad.data = 1.0 * p.grad.data
+                of_losses.append([p.grad for p in parameters])
+            for p, one, other in zip(parameters, *of_losses, strict=True):
+                assert one is not None
+                assert other is not None
+                p.grad = (other - one) / 2
+            session.step()
+    assert_equal(model, plain([[0], [1], [2], [3]]), within=2e-3 if codec else 1e-12)
+
+
+@pytest.mark.parametrize("sets_data", [False, True], ids=["kept", "data set"])
+@pytest.mark.parametrize("codec", [None, "half"])
+def test_gradients_that_a_script_keeps_stay(two: Ranks, codec: str, sets_data: bool) -> None:
+    two.run(kept, codec, sets_data)
+
+
+def one_memory() -> None:
+    """Where nobody keeps a gradient, none is copied."""
+    model, _, session = opened({})
+    places = set()
+    with session:
+        for batch in batches():
+            session.backward(loss_of(model, batch[dist.get_rank()]))
+            places.add(tuple(p.grad.data_ptr() for p in model.parameters() if p.grad is not None))
+            places.add(tuple(id(p.grad) for p in model.parameters()))
+            session.step()
+    assert len(places) == 2
+
+
+def test_gradients_that_nobody_keeps_are_the_same_tensors(two: Ranks) -> None:
+    two.run(one_memory)
+
+
+def made_by_hand(transport: str) -> None:
+    """No backward pass of the session comes before: the script averages for itself."""
+    model, optimizer, session = opened({"transport": transport})
+    with session:
+        for batch in batches():
+            loss = torch.stack([loss_of(model, x) for x in batch]).mean()
+            gradients = torch.autograd.grad(loss, [*model.parameters()])
+            for p, gradient in zip(model.parameters(), gradients, strict=True):
+                p.grad = gradient
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(model, plain([[0], [1], [2], [3]]))
+
+
+def given_to_backward(transport: str) -> None:
+    """As the page of gradients writes it."""
+    model, _, session = opened({"transport": transport})
+    with session:
+        for batch in batches():
+            own = torch.autograd.grad(loss_of(model, batch[dist.get_rank()]), [*model.parameters()])
+            products = [(p * g).sum() for p, g in zip(model.parameters(), own, strict=True)]
+            session.backward(torch.stack(products).sum())
+            session.step()
+    assert_equal(model, plain([[0], [1], [2], [3]]))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("how", [made_by_hand, given_to_backward])
+def test_gradients_of_the_scripts_own(two: Ranks, how: Any, transport: str) -> None:
+    two.run(how, transport)
 
 
 # Other optimizers.
@@ -219,6 +299,58 @@ def test_a_second_optimizer_without_averages_is_refused(two: Ranks) -> None:
         for text in texts:
             assert "step of another optimizer (SGD)" in text
             assert "before session.step()" in text
+
+
+class Sharpness(torch.optim.Optimizer):
+    """Moves the weights, and back, around another optimizer; its own step needs a closure."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.base_optimizer = SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base_optimizer.param_groups
+        self.before: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        held = [p for group in self.param_groups for p in group["params"]]
+        self.before = [(p, p.data.clone()) for p in held]
+        for p in held:
+            p.add_(0.05 * p.grad)
+        self.zero_grad()
+
+    def second_step(self) -> None:
+        for p, before in self.before:
+            p.data = before
+        self.base_optimizer.step()
+        self.zero_grad()
+
+
+def sharpness(strategy: dict[str, Any], inner: bool) -> list[torch.Tensor] | str:
+    model = model_of()
+    optimizer = Sharpness(model.parameters())
+    given: Any = optimizer.base_optimizer if inner else optimizer
+    with slipstream.accelerate(model, given, None, strategy) as session:
+        for batch in batches():
+            for verb in (optimizer.first_step, optimizer.second_step):
+                joined = torch.stack([loss_of(model, x) for x in batch]).mean()
+                session.backward(joined)
+                try:
+                    verb()
+                except UsageError as error:
+                    model.zero_grad()
+                    return str(error)
+        assert session.updates == 4
+    return [p.detach() for p in model.parameters()]
+
+
+def test_an_optimizer_around_the_one_that_steps(two: Ranks) -> None:
+    """Its updates would all count as skipped: no checkpoint, no residual, no meeting."""
+    expected = sharpness({}, inner=True)
+    for strategy in ({}, {"local": {"steps": 2, "lr": 1.0, "momentum": 0.0}}):
+        for found in two.run(sharpness, strategy, True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        for text in two.run(sharpness, strategy, False):
+            assert "accelerate(model, optimizer.base_optimizer)" in text
 
 
 def test_a_second_optimizer_is_watched_also_after_a_step_that_raised() -> None:

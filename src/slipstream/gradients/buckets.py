@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from sys import getrefcount
 
 import torch
 from torch import nn
@@ -25,6 +26,10 @@ from slipstream.transport.requests import AllReduce, ExchangeSteps, Request
 
 SMALL_GRADIENT = 64 * 1024
 """Average bytes of a bucket's gradients below which calls cost more than copies."""
+
+
+_OWN_REFERENCES = 3
+"""References to a gradient that only its bucket has: with the variable and argument that look."""
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
@@ -49,6 +54,10 @@ class Bucket(ABC):
 
     num_bytes: int
     """Bytes of this rank's gradients without the flags of use; 0 where unknown beforehand."""
+
+    def part_from_script(self) -> None:  # noqa: B027 - others lend no memory
+        """Give the script memory of its own before an exchange: for gradients of the last one that
+        it has kept, and where it has set their ``data``."""
 
     @abstractmethod
     def fill(self, slot: int, scale: torch.Tensor) -> None:
@@ -122,20 +131,32 @@ class DenseBucket(Bucket):
             _pairs(part, p, self._copies_back) if pairs else _shaped_like(part, p)
             for part, p in zip(parts, parameters, strict=True)
         ]
-        self._grads = self._views
+        averages = self._views
         if self._copies_back:
             numels = [p.numel() for p in parameters]
-            averages = torch.zeros(sum(numels), dtype=grad_dtype, device=first.device)
-            self._grads = [
+            flat = torch.zeros(sum(numels), dtype=grad_dtype, device=first.device)
+            averages = [
                 _shaped_like(part, p)
-                for part, p in zip(averages.split(numels), parameters, strict=True)
+                for part, p in zip(flat.split(numels), parameters, strict=True)
             ]
+        self._averages = averages  # the script has others of this memory
+        self._grads = [average.detach() for average in averages]
+        self._places = [average.data_ptr() for average in averages]
         self.may_overflow = self._copies_back and self.flat.dtype == torch.float16
         self._widens = self.flat.itemsize > grad_dtype.itemsize
         self._filled: set[int] = set()
         self._unused: list[int] = []
         self.num_bytes = sum(p.nbytes for p in parameters)
         self._small = self.num_bytes < SMALL_GRADIENT * len(sizes)
+
+    def part_from_script(self) -> None:
+        for slot, parameter in enumerate(self.parameters):
+            gradient = self._grads[slot]
+            if gradient.data_ptr() == self._places[slot]:
+                if parameter.grad is gradient or getrefcount(gradient) <= _OWN_REFERENCES:
+                    continue
+                gradient.data = gradient.clone()
+            self._grads[slot] = self._averages[slot].detach()
 
     def fill(self, slot: int, scale: torch.Tensor) -> None:
         if not self._small:

@@ -447,6 +447,8 @@ class Engine(GradientEngine):
         backward.slots, backward.due = layout.slots, list(layout.order.firings)
         for segment in layout.segments:
             segment.missing = len(segment.names)
+            for bucket in segment.buckets:
+                bucket.part_from_script()
         self._channel.prepare(layout.requests)
 
     def _undo_average(self, scale: float) -> None:

@@ -585,8 +585,10 @@ class LocalTraining:
             meeting.write(values)
             meeting.write_buffers(buffers)
 
-    def _present_versions(self) -> list[int]:
-        return [t.parameter._version for t in self._trained]
+    def _present_versions(self) -> list[tuple[int, int]]:
+        """List the parameters' versions and places: torch does not count where ``data`` is set."""
+        parameters = (t.parameter for t in self._trained)
+        return [(p._version, p.data_ptr()) for p in parameters]
 
     def _closes_with_others(self) -> bool:
         """Tell the others that this rank ends; whether they do, too."""

@@ -169,7 +169,7 @@ class TrainingLoop:
                 torch.zeros_like(part) if dummy_batch else None, retain_graph=retain_graph
             )
 
-        self._run_backward(run, loss_scale)
+        self._run_backward(run, loss_scale, graph_waits=retain_graph)
 
     def pipeline_backward(
         self,
@@ -226,9 +226,11 @@ class TrainingLoop:
             self._compared = True
         return loss_scale
 
-    def _run_backward(self, run: Callable[[bool], None], loss_scale: float) -> None:
+    def _run_backward(
+        self, run: Callable[[bool], None], loss_scale: float, *, graph_waits: bool = False
+    ) -> None:
         """``run`` a backward pass, told whether it is of a dummy batch; average the gradients if an
-        update follows it."""
+        update follows it. ``graph_waits``: for another pass."""
         begins = not self.window_open
         dummy_batch = self.window.count()
         self.whole.complete()
@@ -247,7 +249,8 @@ class TrainingLoop:
             began = time.perf_counter()
             self.engine.end()
             self.progress.waited += time.perf_counter() - began
-            self._meet()
+            if not graph_waits:
+                self._meet()
         except BaseException as error:  # an interrupt, too, which the script may survive
             self.engine.abort(error)
             self.whole.abort(error)
@@ -464,12 +467,17 @@ class TrainingLoop:
 
     def _other_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Another optimizer of the script steps: right for parameters of this model only where
-        averaged gradients are there. Where the update is skipped, it leaves them alone, too."""
+        averaged gradients are there. Where the update is skipped, it leaves them alone, too. The
+        one that this optimizer is around (SAM calls it `base_optimizer`) steps inside of its step
+        alone, unless that is no step of an ``Optimizer``, of which nobody would be told."""
         if self._updating:
             return
-        theirs = [p for group in optimizer.param_groups for p in group["params"]]
+        hooked = isinstance(self.optimizer, torch.optim.Optimizer)
+        held = vars(self.optimizer).items() if hooked else ()
+        if self.window_open and (name := next((n for n, v in held if v is optimizer), None)):
+            raise messages.inner_step(self.optimizer, name)
         trained = {*self._parameters}
-        shared = [p for p in theirs if p in trained]
+        shared = [p for g in optimizer.param_groups for p in g["params"] if p in trained]
         if not self._dropped.isdisjoint(shared):
             raise messages.other_step_late(optimizer)
         if self._used:

@@ -84,6 +84,16 @@ def other_step_late(optimizer: object) -> UsageError:
     )
 
 
+def inner_step(outer: object, name: str) -> UsageError:
+    """An optimizer around another one, of which the script lets that one alone step."""
+    kind = type(outer).__name__
+    return UsageError(
+        f"the step of the optimizer that {kind} has as {name}, outside of {kind}.step(): "
+        f"accelerate() got the {kind}, so this session would take the update for a skipped one; "
+        f"give it the one that steps, accelerate(model, optimizer.{name}), or call session.step()"
+    )
+
+
 def clip_outside(where: str) -> UsageError:
     """``clip_grad_norm_`` of anything but the gradients of an update."""
     return UsageError(

@@ -181,5 +181,6 @@ def _gather(config: ShardedConfig, shards: Shards) -> SplitConfig:
 
 def _forward_order(trainables: Sequence[NamedParameter], engine: Engine) -> list[NamedParameter]:
     order = engine.order
-    assert order is not None
+    if order is None:  # an update of gradients of the script's own, before the first exchange
+        return [*trainables]
     return [trainables[index] for index in reversed(order.order)]
