@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from multiprocessing import util
+import multiprocessing.util
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,7 @@ def test_sessions_of_one_world_close_in_any_order(two: Ranks, strategy: Any) -> 
 
 
 def end_of_a_child() -> tuple[bool, bool]:
+    util: Any = multiprocessing.util
     kept = len(util._finalizer_registry)
     opened().close()
     forgotten = len(util._finalizer_registry) == kept
