@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 BAD, RANKS = 1, 3
 TIMEOUT = "30s"
@@ -149,8 +150,8 @@ def go_wrong(fault: str, net: Net, update: Update, folder: Path) -> int:
             torch.save(net.state_dict(), folder / "checkpoint.pt")
         case "/dev/shm full":
             # A new interpreter's default; that of a forked one has workers import all anew.
-            workers = {"num_workers": 1, "multiprocessing_context": "fork"}
-            next(iter(torch.utils.data.DataLoader(LargeSamples(), **workers)))
+            samples, fork = LargeSamples(), "fork"
+            next(iter(DataLoader(samples, num_workers=1, multiprocessing_context=fork)))
     return MORE
 
 

@@ -239,6 +239,8 @@ def trained_in_common(length: int) -> list[float]:
             hidden = model[0](x)
             mean = MeanOfRanks.apply(hidden.mean(0))  # type: ignore[no-untyped-call]
             session.backward(model[1](torch.tanh(hidden - mean)).square().mean())
+            session.step()
+    return values_of(model)
 
 
 def trained_by_rows(length: int) -> list[float]:
