@@ -50,7 +50,7 @@ from slipstream.testbed.network import shape
 CUT, SLOW, GONE, LOST = (
     "link cut for 5 s", "rate dropped to 1 %", "link cut for good", "store gone"
 )  # fmt: skip
-FAULTS = (CUT, SLOW, GONE, LOST)
+FAULTS = {"links": (CUT, SLOW, GONE), "store": (LOST,)}
 ERROR = re.compile(r"\b\w+Error: .*$", re.MULTILINE)
 RATE = 1_000_000_000
 STORE_PORT, MEETING_PORT = 29500, 29700
@@ -145,9 +145,12 @@ def life(setup: str, fault: str) -> Iterator[Life]:
             if time.time() > until or any(one.ended for one in hosts):
                 raise TimeoutError(alive.outcome(until, False).printed)
             time.sleep(0.05)
-        yield alive
-    for one in hosts:
-        one.join()
+        try:
+            yield alive
+        finally:
+            bed.__exit__()  # idempotent; ends what still runs
+            for one in hosts:
+                one.join()
 
 
 def start(bed: Testbed, node: Node, setup: str, fault: str, run: str, folder: Path) -> Started:
@@ -211,6 +214,20 @@ def lose_store(setup: str) -> dict[str, Outcome]:
 LIVES: dict[str, Callable[[str], dict[str, Outcome]]] = {"links": lose_links, "store": lose_store}
 
 
+def lived(name: str, setup: str) -> dict[str, Outcome]:
+    """The outcomes of a life; one in which ranks did not come to train is wrong in all."""
+    try:
+        return LIVES[name](setup)
+    except TimeoutError as error:
+        return {fault: Outcome(None, False, 0, "", str(error)) for fault in FAULTS[name]}
+
+
+def kind_of(setup: str, fault: str) -> str:
+    """Whether a fault is to end the run."""
+    ends = fault == GONE or (fault == LOST and setup != ACCELERATE)
+    return "named" if ends else "harmless"
+
+
 def main() -> None:
     """Live both lives in every setup."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -225,16 +242,15 @@ def main() -> None:
     with ThreadPoolExecutor(args.at_once) as pool:
         for setup in args.setups:
             for name in args.lives:
-                runs = pool.map(LIVES[name], [setup] * args.runs)
+                runs = pool.map(lived, [name] * args.runs, [setup] * args.runs)
                 lives = [*track(runs, f"{setup}, {name}", total=args.runs, console=console)]
-                for fault in lives[0]:
+                for fault in FAULTS[name]:
                     outcomes = [one[fault] for one in lives]
                     for one in outcomes:
                         if not one.right or one.left:
                             console.print(f"{fault}: wrong, {one.left} left:", style="red")
                             console.print(one.printed, markup=False, highlight=False)
-                    kind = "harmless" if outcomes[0].seconds is None else "named"
-                    rows.append(row_of(setup, fault, kind, outcomes))
+                    rows.append(row_of(setup, fault, kind_of(setup, fault), outcomes))
                     console.print(rows[-1])
     entry = {"at_once": args.at_once, "rows": [asdict(row) for row in rows]}
     finish(args.json, "network_faults", entry)

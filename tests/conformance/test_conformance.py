@@ -108,8 +108,9 @@ def test_what_becomes_of_a_cell_on_all_ranks(
     assert (found.outcome, found.text[: len(text)]) == (outcome, text)
 
 
-def quick_on_one_rank(model: nn.Module) -> Optimizer:
-    return SGD(model.parameters(), lr=0.05 * (1 + int(os.environ.get("RANK", "0"))))
+def decaying_on_one_rank(model: nn.Module) -> Optimizer:
+    decay = 0.5 * int(os.environ.get("RANK", "0"))  # other learning rates would be refused
+    return SGD(model.parameters(), lr=0.05, weight_decay=decay)
 
 
 def other_body(*, fast: bool) -> nn.Module:
@@ -129,7 +130,7 @@ class PlainDdp(UnderDdp):
 FLAT = next(technique for technique in TECHNIQUES if technique.name == "flat")
 FAULTY = {
     "the same": (FLAT, "equal", ""),
-    "rank by rank": (replace(FLAT, optimizer=quick_on_one_rank), "wrong", "off by"),
+    "rank by rank": (replace(FLAT, optimizer=decaying_on_one_rank), "wrong", "off by"),
     "another model": (replace(FLAT, body=partial(other_body)), "wrong", "other names"),
     "a bug": (replace(FLAT, body=partial(fails)), "wrong", "KeyError: 'a bug'"),
 }

@@ -159,7 +159,7 @@ def test_what_is_written_into_a_parameter_counts(write: str, then: str) -> None:
     net, optimizer, half = small()
     update(net, optimizer)
     weight = net.first.weight
-    before, master = weight.clone().detach(), half.masters[weight].clone()
+    before, master = torch.clone(weight).detach(), half.masters[weight].clone()  # the 16 bits
     with torch.no_grad():
         WRITES[write](weight)
     assert (before != weight).any()

@@ -398,7 +398,8 @@ class Checkpoints:
             error = failure
         if self._group is not None:
             agree({}, self._group, error)
-            if session.optimizer not in self._also.values():
+            own = [getattr(part, "optimizer", part) for part in self._also.values()]
+            if all(part is not session.optimizer for part in own):
                 self._check_alike(session, kept)
         elif error is not None:
             raise error

@@ -43,7 +43,9 @@ class Agreement:
         rates: Sequence[object] = (),
     ) -> None:
         self._goes_on, self._rates = goes_on, [*rates]
-        self._mark = crc32(repr(self._rates).encode())
+        # hosts may round a cosine in another way
+        rounded = [f"{r:.6g}" if isinstance(r, float) else repr(r) for r in rates]
+        self._mark = crc32(repr(rounded).encode())
         self._rank, self._ranks, self._number = rank, ranks, number
         self._steps = self._noted = self._used = 0
         self._agreed = 0

@@ -26,7 +26,7 @@ from slipstream.data import pass_random
 from slipstream.data.agreement import Agreement
 from slipstream.data.lengths import certain_length, epoch_of
 from slipstream.errors import DataError, UsageError
-from slipstream.pytree import mapped
+from slipstream.pytree import LEAVES, mapped
 from slipstream.trace.event import DATA_WAIT
 from slipstream.trace.recorder import Recorder
 
@@ -228,7 +228,7 @@ class UnevenInputLoader:
         return getattr(self._loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_") or name == "before_next":
+        if name.startswith("_") or name == "before_next" or not hasattr(self._loader, "__dict__"):
             object.__setattr__(self, name, value)
         else:
             setattr(self._loader, name, value)
@@ -437,4 +437,10 @@ class _Pass(Iterator[Any]):
 def _copied(batch: Any) -> Any:
     """The same tensors in lists and mappings of their own: a script may take entries out of those
     that it gets."""
-    return mapped(batch, lambda tensor: tensor)
+    if type(batch) is list:
+        alone = all(isinstance(entry, LEAVES) for entry in batch)  # as numbers of tokens
+        return [*batch] if alone else [_copied(entry) for entry in batch]
+    try:
+        return mapped(batch, lambda tensor: tensor)
+    except Exception:  # a container that cannot be made anew
+        return batch

@@ -28,8 +28,8 @@ SMALL_GRADIENT = 64 * 1024
 """Average bytes of a bucket's gradients below which calls cost more than copies."""
 
 
-_OWN_REFERENCES = 3
-"""References to a gradient that only its bucket has: with the variable and argument that look."""
+_OWN_REFERENCES = max(map(getrefcount, [object()]))
+"""References to what a list alone holds, as many as `map` adds in this Python."""
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
@@ -57,7 +57,7 @@ class Bucket(ABC):
 
     def part_from_script(self) -> None:  # noqa: B027 - others lend no memory
         """Give the script memory of its own before an exchange: for gradients of the last one that
-        it has kept, and where it has set their ``data``."""
+        it has kept themselves (views of them are the bucket's), and where it has set ``data``."""
 
     @abstractmethod
     def fill(self, slot: int, scale: torch.Tensor) -> None:
@@ -150,10 +150,14 @@ class DenseBucket(Bucket):
         self._small = self.num_bytes < SMALL_GRADIENT * len(sizes)
 
     def part_from_script(self) -> None:
+        kept = [count > _OWN_REFERENCES for count in map(getrefcount, self._grads)]
+        places = [gradient.data_ptr() for gradient in self._grads]
+        if places == self._places and not any(kept):  # each small layer would feel what follows
+            return
         for slot, parameter in enumerate(self.parameters):
             gradient = self._grads[slot]
-            if gradient.data_ptr() == self._places[slot]:
-                if parameter.grad is gradient or getrefcount(gradient) <= _OWN_REFERENCES:
+            if places[slot] == self._places[slot]:
+                if not kept[slot] or parameter.grad is gradient:
                     continue
                 gradient.data = gradient.clone()
             self._grads[slot] = self._averages[slot].detach()

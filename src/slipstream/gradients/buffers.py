@@ -40,7 +40,7 @@ class Buffers:
         self._staged = torch.empty(0)
         self._arrived: list[tuple[torch.Tensor, int]] = []
         self._before = torch.empty(0)  # their bytes then, on a CPU
-        self._versions = [_version(b) for _, b in current() if b.nbytes]  # as last left here
+        self._left = [(b, _version(b)) for _, b in current() if b.nbytes]  # as last left here
         self.num_bytes = sum(b.nbytes for _, b in current())
         """Bytes that a broadcast of all buffers carries."""
 
@@ -75,11 +75,12 @@ class Buffers:
             return
         sizes = [b.nbytes for b, _ in self._arrived]
         parts, changed = self._staged.split(sizes), self._changed(sizes)
-        rows = zip(self._arrived, parts, changed, self._versions, strict=True)
-        for (buffer, version), part, differs, before in rows:
+        rows = zip(self._arrived, parts, changed, self._left, strict=True)
+        for (buffer, version), part, differs, (former, before) in rows:
+            uncounted = buffer is former and version == before
             if not differs:
-                unpack_bytes(part, [buffer.data if version == before else buffer])
-        self._versions = [_version(buffer) for buffer, _ in self._arrived]
+                unpack_bytes(part, [buffer.data if uncounted else buffer])
+        self._left = [(buffer, _version(buffer)) for buffer, _ in self._arrived]
         self._arrived = []
 
     def _changed(self, sizes: Sequence[int]) -> list[bool]:

@@ -18,6 +18,7 @@ order, the segments are laid out, and everything is sent after it.
 from __future__ import annotations
 
 from bisect import bisect
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -132,7 +133,9 @@ class Engine(GradientEngine):
         self._trainables = list(trainables)
         self._frozen = parameters_of(model, trainable=False)
         tables = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
-        sparse = {table.weight for table in tables if table.sparse}
+        every = model.named_parameters(remove_duplicate=False)
+        places = Counter[torch.Tensor](p for _, p in every)
+        sparse = {t.weight for t in tables if t.sparse and places[t.weight] == 1}  # not tied
         self._sparse = [i for i, t in enumerate(self._trainables) if t.parameter in sparse]
         self._buffers = Buffers(model.named_buffers)
         self.split, self.overlap, self._plan = split, overlap, compression_plan

@@ -84,4 +84,5 @@ class Untouched:
     def _largest_now(self) -> torch.Tensor:
         """The first division of a GradScaler is right, as there is no momentum yet: so these are
         looked at from the second update on."""
-        return largest_values(gradient for _, gradient, _ in self._averages)
+        gradients = (gradient for _, gradient, _ in self._averages)
+        return largest_values(g._values() if g.is_sparse else g for g in gradients)

@@ -244,6 +244,7 @@ class Meeting:
         """
         sent = self.read()
         change = self.outer.to(self.device) - sent
+        self._drop_rounding(change)
         buffers = self.offer_buffers()
         self._island.average(buffers)
         lost = not self.can_meet(change, buffers)
@@ -332,19 +333,12 @@ class Meeting:
         flight, self.flight = self.flight, None
         assert flight is not None
         change = flight.change.to(self._home)
-        # All ranks are at one update, so what is frozen on this one is so on all.
-        in_step = not self._config.stretch and self._config.rendezvous is None
-        parts = zip(self.fragment.pieces, self._parts(self.outer), self._parts(change), strict=True)
-        means = [
-            (part, part - moved)
-            for piece, (_, part), (_, moved) in parts
-            if in_step and not piece.parameter.requires_grad
-        ]
+        kept = self._unmoved(change)
         self.outer.grad = change
         self._optimizer.step()
         self.outer.grad = None
-        for part, mean in means:  # frozen since the start: no momentum carries it on
-            part.copy_(mean)
+        for part, before in kept:  # no momentum carries on what nobody trains
+            part.copy_(before)
         self.buffers.copy_(flight.buffers)
         self.done += 1
         self.counted += int(flight.totals[0])
@@ -364,6 +358,26 @@ class Meeting:
         if flight.lost or self._config.inner_state == "reset":
             for piece in self.fragment.pieces:
                 reset(piece.parameter)
+
+    def _drop_rounding(self, change: torch.Tensor) -> None:
+        """Let this rank's change of what is frozen be zero, where it is what adding leaves."""
+        pieces = zip(self.fragment.pieces, self._parts(change), strict=True)
+        for piece, (values, part) in pieces:
+            if piece.parameter.requires_grad:
+                continue
+            eps = torch.finfo(values.dtype).eps if self._config.delay else 0.0
+            outer = values + part
+            rounding = (outer.to(values.dtype) - values).norm() <= 2 * eps * values.norm()
+            part.mul_(~rounding)
+
+    def _unmoved(self, change: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Copy parts of the outer parameters that no rank has changed: by the mean, which is the
+        same on all ranks, as they may freeze at other moments; but a codec leaves changes out."""
+        if self._compressor is not None:
+            return []
+        moved = torch.stack([part.any() for _, part in self._parts(change)]).tolist()
+        parts = zip(self._parts(self.outer), moved, strict=True)
+        return [(part, part.clone()) for (_, part), moves in parts if not moves]
 
     def adopt(self, reset: Callable[[nn.Parameter], None]) -> None:
         """Go on from what all ranks share: this rank's own is not finite."""

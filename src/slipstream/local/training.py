@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -376,11 +376,11 @@ class LocalTraining:
             yield
             return
         self._take_outer()
-        versions, training = self._present_versions(), self._model.training
-        with torch.no_grad():
+        versions = self._present_versions()
+        with torch.no_grad(), self._merged_out():
             # also those of a module that the script takes out while it evaluates
-            trained = (t.parameter for t in self._trained)
-            parameters = [*dict.fromkeys([*self._model.parameters(), *trained])]
+            own = [*(t.parameter for t in self._trained), *(p for _, p in self._frozen)]
+            parameters = [*dict.fromkeys([*self._model.parameters(), *own])]
             kept = {p: p.detach().clone() for p in parameters}
             buffers = [meeting.read_buffers() for meeting in self._meetings]
             for meeting in self._meetings:
@@ -393,8 +393,7 @@ class LocalTraining:
             yield
         finally:
             self.evaluates = False
-            adapted = bool(self._frozen) and self._model.training != training
-            with torch.no_grad(), _adapters_out(self._model) if adapted else nullcontext():
+            with torch.no_grad(), self._merged_out():
                 changed = [name for name, p in self._frozen if _apart(p, kept[p])]
                 for p, value in kept.items():
                     p.copy_(value)
@@ -409,6 +408,10 @@ class LocalTraining:
                 "model.eval() must unmerge them in it, too: call model.train() inside the with "
                 "block"
             )
+
+    def _merged_out(self) -> AbstractContextManager[None]:
+        merged = bool(self._frozen) and not self._model.training
+        return _adapters_out(self._model) if merged else nullcontext()
 
     # State.
 
@@ -644,22 +647,22 @@ class LocalTraining:
 
 def _apart(now: torch.Tensor, before: torch.Tensor) -> bool:
     """Whether more than rounding lies between them, as where values are added and taken off."""
-    if not now.is_floating_point():
-        return not torch.equal(now, before)
+    if not now.is_floating_point():  # quantized anew where something was merged
+        return False
     far = torch.linalg.vector_norm(now - before)
     return bool(far > 8 * torch.finfo(now.dtype).eps * torch.linalg.vector_norm(before))
 
 
 @contextmanager
 def _adapters_out(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in its other mode: adapters that ``eval()`` merges into frozen weights,
-    as loralib's, come out with the values that went in, and go in again with those of then."""
+    """Inside, a model that evaluates is as in training: adapters that ``eval()`` merges into frozen
+    weights, as loralib's, come out with the values that went in, and go in again with those of
+    then."""
     modes = [(module, module.training) for module in model.modules()]
-    now = model.training
-    model.train(not now)
+    model.train()
     try:
         yield
     finally:
-        model.train(now)
+        model.eval()
         for module, mode in modes:
             module.training = mode

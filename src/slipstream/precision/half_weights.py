@@ -221,10 +221,20 @@ class HalfWeights:
         masters.depth += 1
         try:
             self._late.narrow()
-            return forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
         finally:
             masters.depth -= 1
             self._late.widen()
+            written = masters.written_inside()
+        if written:
+            names = [name for name, p in self._model.named_parameters() if p in written]
+            raise UsageError(
+                f"{', '.join(names[:3])}: frozen, and written through .data inside the model's "
+                "forward, where it has 16 bits, in which the small steps of an average (a momentum "
+                "encoder) are lost; with half weights update it after session.step(), where .data "
+                "is the fp32 master, or use precision autocast"
+            )
+        return output
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         return cast(output, torch.float32)

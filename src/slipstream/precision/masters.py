@@ -6,9 +6,8 @@ A parameter that has a master is of a subclass of its class. Outside of the mode
 clippings and initialisations read and write, are the master, and
 ``parameter.clone()`` is a copy of it. torch counts no writes through
 ``parameter.data``; through these tensors it does, so master and 16-bit values can follow each
-other. A model may average weights in its forward, as MoCo does its key encoder: there ``data`` of
-frozen parameters is the master, too. Where this rank has a part of the master alone, they are a
-copy (``whole_copies``). Optimizers see parameters of their own class.
+other. Where this rank has a part of the master alone, they are a copy (``whole_copies``).
+Optimizers see parameters of their own class.
 """
 
 from __future__ import annotations
@@ -72,6 +71,8 @@ class Masters:
         # evaluation of averages, their masters do, too.
         self._before: dict[nn.Parameter, torch.Tensor] = {}
         self._kinds: dict[Any, Any] = {}
+        # Versions of frozen halves that the model has read while it computes.
+        self._lent: dict[nn.Parameter, int] = {}
         self._copies = WholeCopies(self._copied, self._write, self._stamp)
 
     def add(self, parameter: nn.Parameter, before: torch.Tensor) -> None:
@@ -194,22 +195,31 @@ class Masters:
             self._show(parameter)
         self.shard_of = everything
 
+    def written_inside(self) -> set[nn.Parameter]:
+        """Find frozen parameters that the model has written through ``data`` while it computed, as
+        it keeps an average: that moves by less than 16 bits can tell."""
+        lent, self._lent = self._lent, {}
+        return {p for p, version in lent.items() if self.halves[p]._version != version}
+
     # From outside; see the note at the top of the file.
 
     @property
     def _outside(self) -> bool:
-        return not self.depth and not _in_backward()
+        in_backward = torch._C._current_graph_task_id() != -1
+        return not self.depth and not in_backward
 
     def _stamp(self, parameter: nn.Parameter) -> tuple[int, ...]:
         half, master = self.halves[parameter], self.values[parameter]
         return half._version, master._version, parameter._version
 
     def _read(self, parameter: nn.Parameter) -> torch.Tensor:
-        outside = self._outside or not (parameter.requires_grad or _in_backward())
+        outside = self._outside
         if outside:
             self.follow([parameter])
             if self.shard_of is not everything:
                 return self._copies.of(parameter)
+        elif self.depth and not parameter.requires_grad:
+            self._lent.setdefault(parameter, self.halves[parameter]._version)
         if parameter not in self._shown:
             self._show(parameter)
         return (self.values if outside else self.halves)[parameter].detach()
@@ -261,10 +271,6 @@ class Masters:
             seen = self._read, self._assign, self._detach, self._clone
             self._kinds[kind] = _seen_from_outside(kind, *seen)
         parameter.__class__ = self._kinds[kind]
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _seen_from_outside(

@@ -36,7 +36,8 @@ def check_precision(model: nn.Module, optimizer: Optimizer, config: PrecisionCon
     """
     if config is None:
         return
-    if type(model).forward is nn.Module.forward and "forward" not in vars(model):
+    own = getattr(type(model), "forward", None)  # a scripted model's is found on objects alone
+    if own is nn.Module.forward and "forward" not in vars(model):
         raise ModelError(
             "precision casts what enters and leaves the forward of a model, and a "
             f"{type(model).__name__} has none, so that its members would be called as they are; "

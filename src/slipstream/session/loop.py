@@ -162,7 +162,7 @@ class TrainingLoop:
             weight = self.window.weight
             part = part * weight if weight != 1.0 else part
             part = part / self.window.accumulate if self.window.accumulate > 1 else part
-            if self.proof is not None and self.update_follows and not dummy_batch:
+            if self.proof is not None and self.update_follows:  # with its collectives, on all ranks
                 self.proof.replay(part, self.steps)
             # others wait for the collectives of this rank, and it adds nothing of its own loss
             part.backward(
@@ -213,6 +213,8 @@ class TrainingLoop:
         if self._used:
             self._dropped = {p for p in self._parameters if not is_zero(p)}
             self._clear()
+        elif self._dropped:  # those that the script has zeroed since begin anew
+            self._dropped = {p for p in self._dropped if not is_zero(p)}
         self.settle(in_forward=True)
         self._zeroing.check_sum(self._window)
         self.whole.check_gradients()
@@ -249,7 +251,7 @@ class TrainingLoop:
             began = time.perf_counter()
             self.engine.end()
             self.progress.waited += time.perf_counter() - began
-            if not graph_waits:
+            if not graph_waits or len(self._meetings_due) > 1:  # not for ever
                 self._meet()
         except BaseException as error:  # an interrupt, too, which the script may survive
             self.engine.abort(error)
@@ -349,10 +351,15 @@ class TrainingLoop:
         elif self.local is not None and self._meetings_due:
             self.local.send_ahead(self._meetings_due[0])
 
+    @property
+    def left_out(self) -> bool:
+        """Whether no step can make this update; `leave_out` forgets it."""
+        return self.update_due and self.engine.nonfinite
+
     def leave_out(self) -> None:
         """Forget an update that no step can make, as its averages are not finite: a scaler of the
         script has skipped it, and the script zeroes its gradients before the next backward."""
-        if self.update_due and self.engine.nonfinite:
+        if self.left_out:
             self._clear()
             self._end_update(None, late=True)
         self.settle()
@@ -424,7 +431,9 @@ class TrainingLoop:
         self.window.close()
         if skip is not None:
             self.precision.updated(skip)
-        self.engine.updated(self.steps, used=skip is False, late=late)
+        # another optimizer may have made the finite part of it: codecs keep nothing of the rest
+        used = skip is False and not self.engine.nonfinite
+        self.engine.updated(self.steps, used=used, late=late)
         self.tracer.update_ends()  # last, as it may change the split
         if self.local is not None:  # after it: a meeting is no work of the optimizer
             self._meetings_due.append(worked)
@@ -483,7 +492,13 @@ class TrainingLoop:
         if self._used:
             return
         if shared and self.update_due:
-            # a GradScaler lets it step where its own gradients are finite
+            # a GradScaler calls a fused step in any case, which skips by itself: no step is made
+            found = getattr(optimizer, "found_inf", None)
+            if found is not None and self.sharding.any_rank(bool(found)):
+                for parameter in shared:
+                    parameter.grad = None
+                return
+            # others it lets step where their own gradients are finite
             ends = self.engine.nonfinite and self._on_nonfinite == "raise"
             finite = ends and all_finite(p.grad for p in shared if p.grad is not None)
             self._other_skips = bool(self._other_skips) or (not finite and self._overflowed())

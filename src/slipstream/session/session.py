@@ -268,7 +268,7 @@ class Session(Generic[M, O]):
         """Whether no gradients wait for an update: `checkpoint` and `restore` are allowed."""
         self._must_be_open("between_updates")
         self._loop.settle()
-        return not self._loop.window_open
+        return not self._loop.window_open or self._loop.left_out
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from slipstream.optim.nested_step import is_nested
 def collectives_so_far() -> int:
     """Count the collectives in the process group of the script, for what happens inside a step."""
     world: Any = dist.group.WORLD if dist.is_initialized() else None
-    return 0 if world is None else int(world._get_sequence_number_for_group())
+    with suppress(RuntimeError):  # a backend that counts none
+        return 0 if world is None else int(world._get_sequence_number_for_group())
+    return 0
 
 
 class StepHooks:
@@ -85,5 +88,7 @@ def _let_have_hooks(optimizer: Any) -> None:
     optimizer does not call it (Lookahead)."""
     if isinstance(optimizer, Optimizer) and not hasattr(optimizer, "_zero_grad_profile_name"):
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            if not hasattr(type(optimizer), name):  # its step is that of others of the class, too
+                setattr(type(optimizer), name, OrderedDict())
             vars(optimizer).setdefault(name, OrderedDict())
         optimizer._patch_step_function()

@@ -57,7 +57,10 @@ def fingerprint(dataset: Any) -> str:
 def _parts(dataset: Any, depth: int) -> Iterator[str]:
     """The indices of parts, of a dataset and of those in it."""
     if isinstance(dataset, Subset):
-        yield " ".join(map(str, dataset.indices))
+        indices: Any = dataset.indices
+        yield " ".join(map(str, indices.tolist() if hasattr(indices, "tolist") else indices))
     for inner in getattr(dataset, "__dict__", {}).values() if depth else ():
-        if isinstance(inner, Dataset):
-            yield from _parts(inner, depth - 1)
+        several = isinstance(inner, list | tuple) and inner and isinstance(inner[0], Dataset)
+        for one in inner if several else [inner]:  # several: ConcatDataset
+            if isinstance(one, Dataset):
+                yield from _parts(one, depth - 1)

@@ -64,9 +64,19 @@ def measure(module: nn.Module, forward: Forward, call: Call) -> BlockCost:
     devices = [device] if device.type == "cuda" else []
     rng = RngReplay(generators_of(module.modules()))
     settings = settings_kept(module, call.objects)
-    with torch.random.fork_rng(devices), rng, settings, _without_hooks(module):
-        output_bytes, saved_bytes = _count_bytes(module, forward, call)
-        runs = [_time_run(module, forward, call, device) for _ in range(RUNS)]
+    with torch.random.fork_rng(devices), rng, settings:
+        try:
+            with _without_hooks(module):
+                return _cost(module, forward, call, device)
+        except (TypeError, ValueError, AttributeError, LookupError, RuntimeError):
+            if not any(m._forward_hooks for m in modules_in([module])):
+                raise
+            return _cost(module, forward, call, device)  # one changes what the block goes on with
+
+
+def _cost(module: nn.Module, forward: Forward, call: Call, device: torch.device) -> BlockCost:
+    output_bytes, saved_bytes = _count_bytes(module, forward, call)
+    runs = [_time_run(module, forward, call, device) for _ in range(RUNS)]
     forwards, backwards = zip(*runs, strict=True)
     return BlockCost(median(forwards), median(backwards), output_bytes, saved_bytes)
 
