@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 import slipstream
 from slipstream.data.cache import cached, store
@@ -109,6 +109,17 @@ def test_folds_have_caches_of_their_own(config: CacheConfig) -> None:
         first.close()
         second.close()
         folds = [Subset(fold, range(90)) for fold in folds]
+
+
+def test_folds_put_together_have_caches_of_their_own(config: CacheConfig) -> None:
+    data = Rows(100)
+    parts = [Subset(data, torch.arange(10 * n, 10 * n + 10)) for n in range(10)]  # type: ignore[arg-type]
+    folds = [ConcatDataset([part for part in parts if part is not parts[out]]) for out in (8, 9)]
+    first, second = (cached(fold, config) for fold in folds)
+    assert_equal(first[85], data[95])
+    assert_equal(second[85], data[85])
+    first.close()
+    second.close()
 
 
 def test_random_samples_are_refused(config: CacheConfig) -> None:

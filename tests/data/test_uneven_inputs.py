@@ -381,12 +381,13 @@ def centred(model: torch.nn.Module, rows: torch.Tensor, mean: torch.Tensor) -> t
     return model(rows - mean).square().mean()  # type: ignore[no-any-return]
 
 
-def trained_across(length: int) -> list[float]:
+def trained_across(length: int, strategy: dict[str, Any]) -> list[float]:
     model, optimizer, _ = model_and_optimizer()
     first = torch.nn.Linear(3, 3).double()
     both = torch.nn.ModuleList([first, model])
     optimizer.add_param_group({"params": list(first.parameters())})
-    with slipstream.accelerate(both, optimizer, batches(dist.get_rank(), length)) as session:
+    rows_here = batches(dist.get_rank(), length)
+    with slipstream.accelerate(both, optimizer, rows_here, strategy) as session:
         for rows, _ in session.loader:
             hidden = first(rows)
             session.backward(centred(model, hidden, comm.all_reduce_mean(hidden.mean(0))))
@@ -394,7 +395,13 @@ def trained_across(length: int) -> list[float]:
     return values_of(both)
 
 
-def test_a_dummy_batch_takes_part_where_the_graph_meets_other_ranks(two: Ranks) -> None:
+REPLAY = {"checks": {"every": 1, "replay": True}}
+
+
+@pytest.mark.parametrize("strategy", [{}, REPLAY], ids=str)
+def test_a_dummy_batch_takes_part_where_the_graph_meets_other_ranks(
+    two: Ranks, strategy: dict[str, Any]
+) -> None:
     lengths = (4, 2)
     model, optimizer, _ = model_and_optimizer()
     first = torch.nn.Linear(3, 3).double()
@@ -408,5 +415,5 @@ def test_a_dummy_batch_takes_part_where_the_graph_meets_other_ranks(two: Ranks) 
         optimizer.step()
         optimizer.zero_grad()
     expected = values_of(torch.nn.ModuleList([first, model]))
-    for values in two.run(trained_across, PerRank(*lengths), timeout=40):
+    for values in two.run(trained_across, PerRank(*lengths), strategy, timeout=40):
         torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-14)

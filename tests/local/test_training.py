@@ -522,6 +522,39 @@ def test_outer_momentum_does_not_move_what_is_frozen(two: Ranks, local: dict[str
     assert two.run(frozen_on_the_way, local) == [(True, False)] * 2
 
 
+def frozen_apart() -> list[float]:
+    """Each rank freezes a layer of its own: the outer parameters, which all ranks share."""
+    model = build()
+    session = slipstream.accelerate(model, adamw(model), None, {"local": {"steps": 2}})
+    for update in range(10):
+        model[1 if session.rank else 3].requires_grad_(update < 4)
+        session.backward(loss_of(model, session.rank, update))
+        session.step()
+    with session.evaluating():
+        outer: list[float] = flat(model.parameters()).tolist()
+    session.close()
+    return outer
+
+
+def test_outer_parameters_are_the_same_where_ranks_freeze_other_layers(two: Ranks) -> None:
+    first, second = two.run(frozen_apart)
+    assert first == second
+
+
+def test_a_frozen_module_may_be_out_while_the_model_evaluates() -> None:
+    model = build()
+    model[1].requires_grad_(False)
+    with slipstream.accelerate(model, sgd(model), None, {"local": {"steps": 4}}) as session:
+        session.backward(loss_of(model, 0, 1))
+        session.step()
+        frozen, model[1] = model[1], nn.Identity()
+        before = flat(model.parameters())
+        with session.evaluating():
+            assert not torch.equal(flat(model.parameters()), before)
+        assert torch.equal(flat(model.parameters()), before)
+        model[1] = frozen
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_weights_merged_in_evaluating_are_unmerged_there(inside: bool) -> None:
     """As layers with LoRA do in eval() and train()."""
@@ -558,7 +591,8 @@ class Adapted(nn.Linear):
         return y + x @ self.adapter.t() if self.training else y
 
 
-def test_adapters_that_are_merged_while_evaluating_come_out_as_they_went_in() -> None:
+@pytest.mark.parametrize("before", [True, False], ids=["eval() before", "eval() inside"])
+def test_adapters_that_are_merged_while_evaluating_come_out_as_they_went_in(before: bool) -> None:
     model, x = Adapted(), torch.ones(2, 4)
     base = model.weight.clone()
     optimizer = SGD([model.adapter], lr=0.1)
@@ -566,6 +600,8 @@ def test_adapters_that_are_merged_while_evaluating_come_out_as_they_went_in() ->
     session.backward(session.model(x).sum())
     session.step()
     own = model(x)
+    if before:
+        model.eval()
     with session.evaluating():
         model.eval()
         torch.testing.assert_close(model(x), x @ base.t())

@@ -470,6 +470,94 @@ def test_an_update_by_another_optimizer_alone_counts(two: Ranks, strategy: Any) 
     assert two.run(stepped_by_another, strategy) == [(4, 0)] * 2
 
 
+def infinite_for_one() -> None:
+    """Of two optimizers the script lets one step alone, as a scaler does, whose gradients are
+    finite."""
+    model = model_of()
+    mine, other = two_of_a_model(model)
+    own = [p for group in mine.param_groups for p in group["params"]]
+    gradients = {**FEEDBACK["gradients"], "split": "per_gradient"}
+    with slipstream.accelerate(model, mine, None, {"gradients": gradients}) as session:
+        for number, batch in enumerate(batches(6)):
+            before = [p.detach().clone() for p in own]
+            loss = loss_of(model, batch[dist.get_rank()])
+            infinite = own[0].sum() * torch.inf if number == 1 else 0.0
+            session.backward(loss + infinite)
+            if finite := all(p.grad.isfinite().all() for p in own):
+                mine.step()
+            other.step()
+            model.zero_grad()
+            assert finite is (number != 1)
+            moved = [not torch.equal(p, q) for p, q in zip(own, before, strict=True)]
+            assert any(moved) is finite
+
+
+def test_a_codec_keeps_nothing_infinite_where_another_optimizer_steps(two: Ranks) -> None:
+    two.run(infinite_for_one)
+
+
+def test_a_scaler_skips_also_a_fused_step_of_a_second_optimizer() -> None:
+    model = model_of()
+    first, *rest = model.parameters()
+    optimizers = [SGD(own, lr=0.1, momentum=0.9, fused=True) for own in ([first], rest)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with slipstream.accelerate(model, optimizers[0]) as session:
+        for number, batch in enumerate(batches()):
+            loss = (loss_of(model, batch[0]) + loss_of(model, batch[1])) / 2
+            session.backward(scaler.scale(loss * (torch.inf if number == 1 else 1.0)))
+            for optimizer in reversed(optimizers):
+                scaler.step(optimizer)
+            scaler.update()
+            model.zero_grad()
+        assert session.updates == 3
+    assert_equal(model, plain([[0], [1], [2], [3]], skipped=(1,)))
+
+
+def test_gradients_that_were_kept_and_zeroed_later_bar_no_step() -> None:
+    model = model_of()
+    mine, other = two_of_a_model(model)
+    with slipstream.accelerate(model, mine) as session:
+        first, second, third, _ = batches()
+        session.backward(loss_of(model, first[0]))
+        mine.step()
+        mine.zero_grad()  # those of the other one stay
+        session.backward(loss_of(model, second[0]))
+        model.zero_grad()
+        session.backward(loss_of(model, third[0]))
+        other.step()
+        session.step()
+
+
+def another_around() -> torch.optim.Optimizer:
+    return Around(SGD(model_of().parameters(), lr=0.1))
+
+
+def test_others_of_its_class_step_beside_an_optimizer_around_another() -> None:
+    model = model_of()
+    before, given = another_around(), Around(SGD(model.parameters(), lr=0.1))
+    with slipstream.accelerate(model, given):
+        before.step()
+        another_around().step()
+    before.step()
+
+
+def met_by_graphs_that_wait() -> int:
+    model = model_of()
+    mine, other = (SGD(model.parameters(), lr=0.1) for _ in range(2))
+    local = {"local": {"steps": 1}}
+    with slipstream.accelerate(model, mine, None, local) as session:
+        for batch in batches(6):
+            session.backward(loss_of(model, batch[dist.get_rank()]), retain_graph=True)
+            other.step()
+            model.zero_grad()
+        return session._loop.local.meetings  # type: ignore[union-attr]
+
+
+def test_graphs_that_wait_do_not_hold_meetings_up_for_ever(two: Ranks) -> None:
+    for meetings in two.run(met_by_graphs_that_wait):
+        assert meetings >= 3
+
+
 class Zeroes(SGD):
     """An optimizer of before torch 1.7, that fails once."""
 

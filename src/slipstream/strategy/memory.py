@@ -59,7 +59,8 @@ class CheckpointsConfig(Variant, kind="checkpoints", exactness="bitwise"):
 class BudgetConfig(Variant, kind="budget", exactness="bitwise"):
     """Recompute the blocks that cost least time, so that activations fit a share of their bytes.
 
-    Blocks are measured in the first forward: hooks on modules inside them run four more times.
+    Blocks are measured in the first forward: forward pre-hooks on modules inside them run four more
+    times, forward hooks only where a block needs what they make of an output.
 
     Example:
         >>> BudgetConfig(budget=0.5).budget

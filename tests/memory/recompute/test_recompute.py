@@ -306,3 +306,20 @@ def test_features_that_a_hook_collects_are_those_of_the_forward(settings: dict[s
     loss = model(**rows(0))
     assert len(collected) == len(model.blocks)
     (loss + sum(feature.square().mean() for feature in collected)).backward()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.linear = nn.GRU(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.rnn(x))  # type: ignore[no-any-return]
+
+
+def test_a_hook_may_make_of_an_output_what_the_block_goes_on_with() -> None:
+    model = nn.Sequential(Recurrent(), Recurrent()).train()
+    for block in model:
+        block.get_submodule("rnn").register_forward_hook(lambda m, x, y: y[0])
+    recompute(model, BudgetConfig(budget=0.8))
+    model(torch.ones(3, 2, 4)).sum().backward()
