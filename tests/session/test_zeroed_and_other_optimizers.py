@@ -526,19 +526,26 @@ def test_gradients_that_were_kept_and_zeroed_later_bar_no_step() -> None:
         session.backward(loss_of(model, third[0]))
         other.step()
         session.step()
+        assert (session.updates, session.skipped) == (2, 1)
 
 
 def another_around() -> torch.optim.Optimizer:
     return Around(SGD(model_of().parameters(), lr=0.1))
 
 
+def moves(optimizer: torch.optim.Optimizer) -> bool:
+    (parameter, *_) = optimizer.param_groups[0]["params"]
+    was, parameter.grad = parameter.detach().clone(), torch.ones_like(parameter)
+    optimizer.step()
+    return not torch.equal(was, parameter)
+
+
 def test_others_of_its_class_step_beside_an_optimizer_around_another() -> None:
     model = model_of()
     before, given = another_around(), Around(SGD(model.parameters(), lr=0.1))
     with slipstream.accelerate(model, given):
-        before.step()
-        another_around().step()
-    before.step()
+        assert all(moves(around) for around in (before, another_around()))
+    assert moves(before)
 
 
 def met_by_graphs_that_wait() -> int:
