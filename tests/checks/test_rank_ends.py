@@ -76,6 +76,12 @@ def test_what_the_clock_cannot_tell_apart_is_not_ordered():
     )
 
 
+def test_the_only_rank_of_a_host_is_not_blamed_for_an_end_that_nobody_saw():
+    ends = RankEnds("node0")
+    ends._ends = {1: RankEnd(1, 1.0, "")}
+    assert ends.words == ""
+
+
 def test_a_rank_that_was_told_to_end_is_not_blamed():
     ends = RankEnds("node0")
     ends._ends = {0: RankEnd(0, 1.0, "by SIGTERM"), 1: RankEnd(1, 1.1, "with code 1")}

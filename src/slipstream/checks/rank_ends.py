@@ -78,7 +78,8 @@ class RankEnds:
 
     @property
     def words(self) -> str:
-        """Who ended first; empty: nobody ended, or all are done.
+        """Who ended first; empty: nobody ended, all are done, or of one alone not even how it ended
+        is known.
 
         Example:
             >>> ends = RankEnds("node0")
@@ -88,6 +89,8 @@ class RankEnds:
         """
         ends = self.ends
         if not ends or all(end.how == "with code 0" for end in ends):
+            return ""
+        if [end.how for end in ends] == [""]:  # its launcher was faster, and may have ended it
             return ""
         first, *later = ends
         near = [end for end in later if end.when - first.when < CERTAIN_SECONDS]

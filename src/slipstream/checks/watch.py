@@ -71,6 +71,7 @@ class Watch:
         self._alarms = 0  # that were none
         self._judged = -1  # the last alarm with a verdict
         self._state = HostState(host="")
+        self._readers: set[int] = set()  # other hosts that answer, and would read a note
         self._hints: list[str] = []
         self._hinted: set[int] = set()
 
@@ -99,17 +100,18 @@ class Watch:
             self._board.flush()
 
     def close(self) -> None:
-        """After a verdict: once the others have it, too."""
+        """After a verdict: once the others that answer have it, too."""
         if self._board is None:
             return
-        self._board.post(f"read/{self._host_rank}", "")
-        self._board.flush()
-        until = time.monotonic() + LEAVE_SECONDS
-        others = [*range(1, self._hosts)] if self._host_rank == 0 else []
-        while time.monotonic() < until:
-            if all(self._board.read(f"read/{other}") for other in others):
-                break
-            time.sleep(0.1)
+        if self._host_rank == 0:
+            until = time.monotonic() + LEAVE_SECONDS
+            while not all(self._board.read(f"read/{other}") for other in self._readers):
+                if time.monotonic() > until:
+                    break
+                time.sleep(0.1)
+        elif self._readers:
+            self._board.post(f"read/{self._host_rank}", "")
+            self._board.flush()
         self._board.close()
 
     # Alone.
@@ -172,7 +174,9 @@ class Watch:
         board.post(self._beat_key(self._host_rank), _text(self._state))
         lead = self._hear(board, 0, now)
         reached = board.reached or self._began
+        self._readers = {0}
         if self._host_rank != 0 and now - reached > STALE * self._timeout:
+            self._readers = set()
             if lead is None or lead[0].ended:  # it was never there, or has left
                 return self._decide_alone({self._host_rank: self._state}, {}, now)
             return self._decide_alone({self._host_rank: self._state}, {0: lead[0]}, now)
@@ -197,6 +201,7 @@ class Watch:
         answers = {h: s for h, (s, silence) in others.items() if silence < limit or s.ended}
         states = {0: self._state, **answers}
         gone = {h: s for h, (s, _) in others.items() if h not in answers}
+        self._readers = {host for host, said in answers.items() if not said.ended}
         if self._alarm is None:
             reason = self._hangs(states, gone, now)
             if reason is not None:
