@@ -335,6 +335,31 @@ def test_a_closed_exchange_leaves_nothing(two: Ranks) -> None:
     assert two.run(closed) == [[True] * 3] * 2
 
 
+class Around(torch.optim.Optimizer):
+    """An optimizer around another one that does not call its base, as Lookahead."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.state, self.param_groups = inner, inner.state, inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+def around_another() -> int:
+    model, optimizer = made()
+    around = Around(optimizer)
+    with accelerate_fsdp(model, around) as exchange:
+        plainly(model, around, 2)
+    return exchange.updates
+
+
+def test_an_optimizer_around_another_one_trains(two: Ranks) -> None:
+    assert two.run(around_another) == [2, 2]
+
+
 def beside_backward(strategy: Mapping[str, object], buffers: int) -> list[int]:
     """How many modules' gradients are under way where the backward of each one begins."""
     model, optimizer = made()

@@ -135,3 +135,32 @@ def overflows_together(codec: dict[str, Any] | None) -> None:
 @pytest.mark.parametrize("codec", [None, {"kind": "int8"}, {"kind": "onebit", "start_step": 0}])
 def test_an_overflow_in_one_shard_skips_the_update_of_all(four: Ranks, codec) -> None:
     four.run(overflows_together, codec)
+
+
+def a_scaler_sees_it_everywhere() -> None:
+    """A gradient overflows in one share alone: the scaler of each rank backs off."""
+    torch.manual_seed(0)
+    model = CASES["gpt2"].build()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=4.0)
+    weight = model.inner.transformer.h[0].mlp.c_fc.weight
+    scales = []
+    with slipstream.accelerate(model, optimizer, strategy=TENSOR) as session:
+        for number in range(3):
+            infinite = number == 1 and dist.get_rank() == 1
+            handle = weight.register_hook(lambda g, by=float("inf") if infinite else 1.0: g * by)
+            session.backward(scaler.scale(session.model(*CASES["gpt2"].batch(number))))
+            handle.remove()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+    assert scales == [4.0, 2.0, 2.0]
+    assert session.skipped == 1
+
+
+def test_a_scaler_backs_off_on_all_ranks(two: Ranks) -> None:
+    two.run(a_scaler_sees_it_everywhere)
+
+
+def test_a_scaler_backs_off_on_all_replicas(four: Ranks) -> None:
+    four.run(a_scaler_sees_it_everywhere)

@@ -305,3 +305,18 @@ def test_batches_are_split_by_their_first_dimension() -> None:
     assert parts[1].args[1]["y"].tolist() == [6, 9]
     assert parts[1].kwargs["mask"] is mask
     assert parts[0].signature() == "int64[2, 3] int64[2] float32[3, 3] int64[2, 3]"
+
+
+def test_constants_are_computed_wherever_they_are_used() -> None:
+    """Llama registers its rotary positions last, and calls them first."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": 11}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, **sizes, **heads)).double()
+    cut = ["model.layers.1", "model.layers.2"]
+    words = torch.randint(11, (2, 5))
+    outputs = run_in_turn(model, cut, input_ids=words, use_cache=False)
+    expected = model(input_ids=words, use_cache=False)
+    assert torch.equal(outputs.result.logits, expected.logits)

@@ -24,7 +24,7 @@ from slipstream.adapters.fsdp2_trace import FsdpTracer
 from slipstream.adapters.fsdp2_units import Unit, comm_of, compressor_of, units_of
 from slipstream.cluster.groups import new_group
 from slipstream.errors import StrategyError, UsageError
-from slipstream.optim.nested_step import around_all
+from slipstream.optim.nested_step import around_all, let_have_hooks
 from slipstream.session.accelerate import strategy_of
 from slipstream.strategy import Strategy
 from slipstream.transport.consistency import agree
@@ -99,6 +99,7 @@ class FsdpExchange:
     ) -> None:
         self.strategy, self._model, self._units = strategy, model, units_of(model)
         check_units(self._units, strategy.gradients.codec)
+        let_have_hooks(optimizer)
         self._hooks: list[Any] = []
         groups = self._groups(error)
         self._tracer = None if strategy.trace.steps is None else self._trace(optimizer)

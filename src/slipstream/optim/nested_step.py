@@ -8,6 +8,7 @@ its own run twice: around that, and around the ``super().step()`` in it.
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -56,6 +57,17 @@ def around_all(act: Callable[..., None]) -> Callable[..., None]:
     eager: Any = torch.compiler.disable
     hooked: Callable[..., None] = eager(hook)
     return hooked
+
+
+def let_have_hooks(optimizer: Any) -> None:
+    """Do what ``Optimizer.__init__`` does for hooks of a step, where a class around another
+    optimizer does not call it (Lookahead)."""
+    if isinstance(optimizer, Optimizer) and not hasattr(optimizer, "_zero_grad_profile_name"):
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            if not hasattr(type(optimizer), name):  # its step is that of others of the class, too
+                setattr(type(optimizer), name, OrderedDict())
+            vars(optimizer).setdefault(name, OrderedDict())
+        optimizer._patch_step_function()
 
 
 def _around(frame: FrameType) -> FrameType | None:

@@ -106,6 +106,7 @@ class TrainingLoop:
         self._used = False  # by one by hand, which leaves the gradients
         self._dropped: set[torch.Tensor] = set()  # parameters that had kept theirs until then
         self._other_skips: bool | None = None  # another optimizer, this update; None: made no step
+        self._nonfinite_here: tuple[bool, str] | None = None  # before it was shown to this rank
         self._broken_off = False  # an update has begun and not ended
         self._collectives = 0  # when a step began
         self._meetings_due: list[bool] = []  # of ended updates: whether this rank has changed
@@ -251,6 +252,7 @@ class TrainingLoop:
             began = time.perf_counter()
             self.engine.end()
             self.progress.waited += time.perf_counter() - began
+            self._show_nonfinite()
             if not graph_waits or len(self._meetings_due) > 1:  # not for ever
                 self._meet()
         except BaseException as error:  # an interrupt, too, which the script may survive
@@ -270,6 +272,17 @@ class TrainingLoop:
         self.tracer.exchanged(self.engine.ready)
         if exchange and self.search is not None and self.search.watches:
             self.sharding.watch.begin(self._parameters)
+
+    def _show_nonfinite(self) -> None:
+        """Let each rank that shares the model see that gradients of one are not finite: a scaler of
+        the script looks at those of its rank, and all must skip the update."""
+        self._nonfinite_here = None
+        if not self.engine.nonfinite or self.dims.mesh.model_parallel == 1:
+            return
+        self._nonfinite_here = self.engine.nonfinite_here()
+        averages = self.engine.averages(self._parameters)
+        for gradient in averages[:1] if all_finite(averages) else ():
+            (gradient._values() if gradient.is_sparse else gradient).fill_(torch.nan)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -533,7 +546,8 @@ class TrainingLoop:
             return self.engine.nonfinite
         if self.proof is not None:
             self.proof.explain_nonfinite(self.steps)
-        own, control = self.engine.nonfinite_here(), self.dims.control
+        own = self._nonfinite_here or self.engine.nonfinite_here()
+        control = self.dims.control
         found = {0 if control is None else dist.get_rank(control): own}
         if control is not None and (self.local is None or self.local.warms_up):
             found = dict(enumerate(gather_objects(own, "what is not finite", control)))

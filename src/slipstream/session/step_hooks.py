@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from slipstream.optim.nested_step import is_nested
+from slipstream.optim.nested_step import is_nested, let_have_hooks
 
 
 def collectives_so_far() -> int:
@@ -37,7 +36,7 @@ class StepHooks:
         self._inside = False  # a step, which may be one around that of another optimizer
         self._hooks: list[Any] = []
         if hasattr(optimizer, "register_step_pre_hook"):
-            _let_have_hooks(optimizer)
+            let_have_hooks(optimizer)
             eager: Any = torch.compiler.disable
             self._hooks.append(optimizer.register_step_pre_hook(eager(self._pre)))
 
@@ -81,14 +80,3 @@ class StepHooks:
             return
         self._inside = False
         self._ends()
-
-
-def _let_have_hooks(optimizer: Any) -> None:
-    """Do what ``Optimizer.__init__`` does for hooks of a step, where a class around another
-    optimizer does not call it (Lookahead)."""
-    if isinstance(optimizer, Optimizer) and not hasattr(optimizer, "_zero_grad_profile_name"):
-        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            if not hasattr(type(optimizer), name):  # its step is that of others of the class, too
-                setattr(type(optimizer), name, OrderedDict())
-            vars(optimizer).setdefault(name, OrderedDict())
-        optimizer._patch_step_function()

@@ -6,7 +6,7 @@ Works on the order in which modules are registered; never runs the model.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,8 @@ class SplitPoints:
         paths: modules at which stages 1, 2, ... begin.
         spans: by path of a module, its first and last stage. They differ only for a module around a
             split point: its forward runs on each of its stages.
-        stateful: paths of modules that hold a parameter or a buffer, at any depth.
+        stateful: paths of modules that hold a parameter or a buffer, at any depth; but for buffers
+            that no state has, such as frequencies of rotary positions: every rank has them.
         containers: paths of modules that only hold other modules, which the model may call itself.
     """
 
@@ -55,7 +56,8 @@ class SplitPoints:
             for outer in _outer_modules(name):
                 ends[outer] = max(ends[outer], stage)
         spans = {name: (begins[name], ends[name]) for name in modules}
-        stateful = {outer for name, _ in _tensors(model) for outer in _outer_modules(name)}
+        saved = [name for name, _ in _tensors(model) if not _is_constant(modules, name)]
+        stateful = {outer for name in saved for outer in _outer_modules(name)}
         containers = {name for name, module in modules.items() if is_list(module)}
         return cls(tuple(paths), spans, frozenset(stateful), frozenset(containers))
 
@@ -132,6 +134,12 @@ def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Parameters and buffers, under every name they have."""
     parameters = model.named_parameters(remove_duplicate=False)
     return [*parameters, *model.named_buffers(remove_duplicate=False)]
+
+
+def _is_constant(modules: Mapping[str, nn.Module], name: str) -> bool:
+    """Whether it is a buffer that is not saved, as it is made with the model."""
+    path, _, key = name.rpartition(".")
+    return key in modules[path]._non_persistent_buffers_set
 
 
 def _outer_modules(name: str) -> list[str]:

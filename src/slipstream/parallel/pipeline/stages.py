@@ -119,6 +119,8 @@ class Stages:
         recorded: Returned = {}
         run = _Run(stage, received, stage == 0, recorded=recorded)
         result = self._forward(run, batch, returned)
+        if stage == 0 and self.split_points.paths and has_nan(result):
+            self._check_first(batch)
         if stage > 0 and has_nan(result) and not has_nan(received):
             raise ModelError(
                 f"NaN comes out of stage {stage}: either a value (or a parameter) from before "
@@ -127,6 +129,20 @@ class Stages:
                 "at its parameters, and at rows that are masked wholly)"
             )
         return result, recorded
+
+    def _check_first(self, batch: MicroBatch) -> None:
+        """NaN came out of the first stage; refuse it if none went in.
+
+        Raises:
+            ModelError: says what may be wrong.
+        """
+        if not has_nan([batch.args, batch.kwargs]):
+            raise ModelError(
+                "NaN comes out of stage 0: either a parameter of a module after "
+                f"{self.split_points.paths[0]!r} is used before it (register that module first, or "
+                "make the module that uses the parameter share it), or the model itself computes "
+                "NaN there (look at its parameters, and at rows that are masked wholly)"
+            )
 
     def _forward(self, run: _Run, batch: MicroBatch, returned: Returned) -> Any:
         paths = self.split_points.paths
