@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,6 +40,18 @@ def test_every_name_resolves_to_itself_and_is_described(name: str) -> None:
     value = getattr(slipstream, name)
     assert value.__name__ == name
     assert value.__doc__.strip()
+
+
+def test_an_import_leaves_the_random_numbers_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of rich draws one, on those ranks alone that have not imported it before."""
+
+    def drawing(name: str) -> SimpleNamespace:
+        return SimpleNamespace(accelerate=random.random())
+
+    monkeypatch.setattr(slipstream, "import_module", drawing)
+    before = random.getstate()
+    assert slipstream.accelerate
+    assert random.getstate() == before
 
 
 def test_every_verb_of_the_session_is_described() -> None:

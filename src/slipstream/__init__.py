@@ -6,8 +6,10 @@ not import torch.
 
 from __future__ import annotations
 
+import random
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from slipstream.version import __version__
@@ -49,10 +51,20 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+        return getattr(_imported(_HOMES[name]), name)
     if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
-        return import_module(f"{__name__}.{name}")  # slipstream.fusion.fuse_swin(model)
+        return _imported(f"{__name__}.{name}")  # slipstream.fusion.fuse_swin(model)
     raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
+
+
+def _imported(module: str) -> ModuleType:
+    """Import a module beside the random numbers of the script: some that it imports draw from them
+    when they are loaded (rich), on those ranks alone that have not loaded them yet."""
+    before = random.getstate()
+    try:
+        return import_module(module)
+    finally:
+        random.setstate(before)
 
 
 def __dir__() -> list[str]:

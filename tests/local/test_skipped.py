@@ -92,3 +92,58 @@ def test_an_optimizer_that_exchanges_inside_its_step_is_refused(two: Ranks) -> N
     for error in two.fail(deals_its_work_out).values():
         assert isinstance(error, ModelError)
         assert "Dealt.step() exchanges with other ranks" in str(error)
+
+
+def looking(on: tuple[int, ...]) -> tuple[int, int, Tensor]:
+    """Some ranks look at gradients of their own before each update, as for adversarial examples."""
+    model = build()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    session = slipstream.accelerate(model, optimizer, None, {"local": {"steps": 4}})
+    for update in range(1, 9):
+        for _ in range(2 * (session.rank in on)):
+            with session.no_sync():
+                session.backward(loss_of(model, session.rank, update + 50))
+            optimizer.zero_grad()
+        session.backward(loss_of(model, session.rank, update))
+        session.step()
+    counted = session.skipped, session.common_updates
+    session.close()
+    return *counted, flat(model.parameters())
+
+
+@pytest.mark.parametrize("on", [(0, 1), (0,)], ids=["all ranks", "one rank"])
+def test_gradients_that_a_rank_looks_at_in_no_sync_are_no_update(
+    two: Ranks, on: tuple[int, ...]
+) -> None:
+    expected = two.run(looking, ())
+    for (skipped, updates, values), (_, _, without) in zip(
+        two.run(looking, on), expected, strict=True
+    ):
+        assert (skipped, updates) == (0, 8)
+        assert torch.equal(values, without)
+
+
+def with_gradients(own: bool) -> tuple[int, Tensor]:
+    model = build()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    session = slipstream.accelerate(model, optimizer, None, {"local": {"steps": 2}})
+    for update in range(1, 6):
+        loss = loss_of(model, session.rank, update)
+        if own:  # as meta-learning assigns them
+            gradients = torch.autograd.grad(loss, [*model.parameters()])
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+        else:
+            session.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    updates = session.updates
+    session.close()
+    return updates, flat(model.parameters())
+
+
+def test_ranks_meet_after_updates_with_gradients_of_the_scripts_own(two: Ranks) -> None:
+    expected = two.run(with_gradients, False)
+    found = two.run(with_gradients, True)
+    assert [updates for updates, _ in found] == [5, 5]
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, expected, strict=True))

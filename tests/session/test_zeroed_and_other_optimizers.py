@@ -178,6 +178,7 @@ def made_by_hand(transport: str) -> None:
                 p.grad = gradient
             optimizer.step()
             optimizer.zero_grad()
+        assert session.updates == 4  # by which checkpoints are saved
     assert_equal(model, plain([[0], [1], [2], [3]]))
 
 

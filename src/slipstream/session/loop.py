@@ -101,8 +101,10 @@ class TrainingLoop:
         self._local_only = False  # inside no_sync()
         self._backward_done = False  # step() is next
         self._exchanged = False  # by the last backward pass: the averages are there
+        self._alone = False  # all backward passes of this update so far were in no_sync()
         self._updating = False  # inside an update of step()
         self._by_hand: bool | None = None  # inside one by hand; True: it is skipped
+        self._by_own = False  # inside one by hand, with gradients of the script's own
         self._used = False  # by one by hand, which leaves the gradients
         self._dropped: set[torch.Tensor] = set()  # parameters that had kept theirs until then
         self._other_skips: bool | None = None  # another optimizer, this update; None: made no step
@@ -235,6 +237,7 @@ class TrainingLoop:
         """``run`` a backward pass, told whether it is of a dummy batch; average the gradients if an
         update follows it. ``graph_waits``: for another pass."""
         begins = not self.window_open
+        self._alone = self._local_only and (begins or self._alone)
         dummy_batch = self.window.count()
         self.whole.complete()
         if begins and self.search is not None:
@@ -358,11 +361,22 @@ class TrainingLoop:
         """End an update whose gradients the script has zeroed: it has skipped it, unless another
         optimizer has made it. ``in_forward``: a graph waits for its backward."""
         if self._backward_done and self.update_follows and self._zeroing.done_since:
-            self._end_update(self._other_skips, late=True)
+            if self._alone:
+                self._forget_look()
+            else:
+                self._end_update(self._other_skips, late=True)
         if not in_forward:
             self._meet()
         elif self.local is not None and self._meetings_due:
             self.local.send_ahead(self._meetings_due[0])
+
+    def _forget_look(self) -> None:
+        """Forget gradients that this rank has gathered alone and thrown away, for an adversarial
+        example, say: they are no update, which all ranks would have to count."""
+        self._backward_done = False
+        self._zeroing.forget()
+        self.window.close()
+        self.engine.updated(self.steps, used=False, late=True)
 
     @property
     def left_out(self) -> bool:
@@ -460,14 +474,18 @@ class TrainingLoop:
         """``optimizer.step()`` is called, here or by hand."""
         if self.local is not None:
             self._collectives = collectives_so_far()
-        self._by_hand = None  # also of a step before that has raised
+        self._by_hand, self._by_own = None, False  # also of a step before that has raised
         if self._updating:
             return
         self._must_be_whole()
         if closure is not None:
             raise messages.step_by_closure()
         if not self._backward_done and not self.window_open:
-            return  # gradients of the script's own, if any
+            groups = self.optimizer.param_groups
+            self._by_own = any(p.grad is not None for group in groups for p in group["params"])
+            if self._by_own and self.local is not None:
+                self.local.check()
+            return
         if not self.update_due:
             raise messages.step_by_hand_inside(self._window)
         skip = self._by_hand = self._begin_update()
@@ -480,12 +498,27 @@ class TrainingLoop:
             self.local.check_shared_step()
         skip, self._by_hand = self._by_hand, None
         if skip is None:
+            if self._by_own:
+                self._count_own()
             return
         left = [(p, p.grad) for p in self._parameters]
         self._end_update(skip)
         self._used = True
         for parameter, gradient in left:  # until the script zeroes them
             parameter.grad = gradient
+
+    def _count_own(self) -> None:
+        """Count an update with gradients of the script's own, which no backward pass has made."""
+        self._by_own = False
+        self.steps += 1
+        self.progress.reached(self.steps)
+        left = [(p, p.grad) for p in self._parameters]
+        self.engine.updated(self.steps)
+        for parameter, gradient in left:  # until the script zeroes them
+            parameter.grad = gradient
+        if self.local is not None:
+            self._meetings_due.append(True)
+            self._meet()
 
     def _other_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Another optimizer of the script steps: right for parameters of this model only where
