@@ -18,6 +18,7 @@ from slipstream.adapters.opening import (
     several,
 )
 from slipstream.errors import UsageError
+from slipstream.precision.float_modules import WrappedForward
 from slipstream.session.session import Session
 
 
@@ -62,27 +63,27 @@ class FabricStrategy(DDPStrategy):
             )
         self.session: Session[Any, Any] | None = None
         self._given = strategy
-        self._modules: list[nn.Module] = []
+        self._set_up: list[_InPlaceOfDdp] = []
         self._backward_sync_control = _NoSync(self)
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]  # not DDP
-        self._modules.append(module)
-        return _InPlaceOfDdp(module)
+        self._set_up.append(_InPlaceOfDdp(module))
+        return self._set_up[-1]
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         if self.session is not None and not self.session.closed:
             raise several("optimizers", "setup()", "strategy.close()")
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        own = [m for m in self._modules if held & {id(p) for p in m.parameters()}]
+        own = [m for m in self._set_up if held & {id(p) for p in m.parameters()}]
         if not own:
             raise UsageError(
                 "setup_optimizers() before its model is set up: model, optimizer = "
                 "fabric.setup(model, optimizer)"
             )
         kind = str(getattr(self.precision, "precision", "32-true"))
-        self._modules = []
+        self._set_up = []
         self.session = open_session(
-            own[-1],
+            own[-1].module,
             optimizer,
             self._given,
             framework="Fabric",
@@ -90,6 +91,8 @@ class FabricStrategy(DDPStrategy):
             precision=None if kind == "32-true" else f"precision={kind!r}",
             scaler=getattr(self.precision, "scaler", None),
         )
+        forward = vars(own[-1].module).get("forward")
+        own[-1].wrapped = forward if isinstance(forward, WrappedForward) else None
         return optimizer
 
     def backward(
@@ -181,9 +184,15 @@ class _InPlaceOfDdp(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        self.wrapped: WrappedForward | None = None  # what a session has around its forward
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        return self.module(*arguments, **named)
+        marked = vars(self.module).get("forward")
+        if self.wrapped is None or marked is self.wrapped or marked is None:
+            return self.module(*arguments, **named)
+        vars(self.module)["forward"] = self.wrapped  # Fabric has put the method in place of it
+        with self.wrapped.running(marked):
+            return self.module(*arguments, **named)
 
 
 def _bare(module: nn.Module) -> nn.Module:

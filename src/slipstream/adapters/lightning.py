@@ -22,6 +22,7 @@ from slipstream.adapters.opening import (
     warn_inside_window,
 )
 from slipstream.errors import UsageError
+from slipstream.precision.float_modules import WrappedForward
 from slipstream.session.session import Session
 
 STATE = "slipstream"
@@ -132,6 +133,10 @@ class SessionStrategy(DDPStrategy):
         if precision is not None and precision.kind == "half_weights":
             # Its hooks cast inputs: those of forward(), not the targets of a step.
             return super().training_step(*arguments, **named)
+        wrapped = vars(self._module).get("forward")
+        if isinstance(wrapped, WrappedForward):  # which Lightning would put the step in place of
+            with wrapped.running(self._module.training_step):
+                return self._module(*arguments, **named)
         with self.precision_plugin.train_step_context():
             return self._forward_redirection(
                 self._module, self._module, "training_step", *arguments, **named
@@ -193,7 +198,8 @@ class SessionStrategy(DDPStrategy):
         return dict(self.session.checkpoint("model")["model"])
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        if self.session is None:
+        # another one: a callback has set up optimizers anew
+        if self.session is None or optimizer is not self.session.optimizer:
             state: dict[str, Any] = super().optimizer_state(optimizer)
             return state
         return dict(self.session.checkpoint("optimizer")["optimizer"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from types import MethodType
 from typing import Any
@@ -120,6 +121,22 @@ class WrappedForward(Attached):
             self.remove()
             return self.__wrapped__(*args, **kwargs)
         return self._around(self.__wrapped__, args, kwargs)
+
+    @contextmanager
+    def running(self, forward: Callable[..., Any]) -> Iterator[None]:
+        """Inside, the next call wraps ``forward`` in place of the module's own: frameworks call
+        steps as the module's forward."""
+        own = self.replaced
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            self.replaced = own  # it may call the real forward
+            return forward(*args, **kwargs)
+
+        self.replaced = once
+        try:
+            yield
+        finally:
+            self.replaced = own
 
     def remove(self) -> None:
         """Unwrap the forward.

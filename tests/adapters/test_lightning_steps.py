@@ -1,0 +1,82 @@
+"""Lightning and Fabric: steps in place of a forward, and optimizers that are set up anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from tests.adapters.habits.fabric import Script
+from tests.adapters.habits.habit import Given
+from tests.adapters.habits.lightning import called, trained, without_norm
+from tests.adapters.test_loops import pytestmark as needs_frameworks
+from tests.harness.ranks import Ranks
+
+pytestmark = needs_frameworks
+
+AUTOCAST = {"precision": {"kind": "autocast", "dtype": "bf16"}}
+
+
+def types_in_step(folder: Path) -> set[torch.dtype]:
+    seen = set()
+
+    def step(self: Any, batch: Any, index: int) -> torch.Tensor:
+        x, y = batch
+        seen.add(self.net[0](x).dtype)
+        return mse_loss(self.net(x), y)
+
+    trained(Given(AUTOCAST, folder), methods={"training_step": step}, max_epochs=1)
+    return seen
+
+
+def test_a_training_step_that_calls_no_forward_runs_in_autocast(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(types_in_step, tmp_path) == [{torch.bfloat16}] * 2
+
+
+class Scored(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.seen = without_norm(), set[torch.dtype]()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.net(x)
+
+    def loss_of(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.seen.add(self.net[0](x).dtype)
+        return mse_loss(self(x), y)
+
+
+def types_in_marked_method(folder: Path) -> set[torch.dtype]:
+    model = Scored()
+    script = Script(Given(AUTOCAST, folder), model)
+    script.model.mark_forward_method("loss_of")
+    script.loss = lambda batch: script.model.loss_of(*batch)  # type: ignore[method-assign]
+    script.epoch().end()
+    return model.seen
+
+
+def test_a_method_that_is_marked_as_forward_runs_in_autocast(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(types_in_marked_method, tmp_path) == [{torch.bfloat16}] * 2
+
+
+def rate_saved(folder: Path) -> float:
+    """The rate in a checkpoint behind an epoch that another optimizer has begun."""
+
+    def begins(self: Any) -> None:
+        self.trainer.optimizers = [torch.optim.SGD(self.parameters(), 0.02)]
+
+    def saves(given: Given) -> Any:
+        return called("ModelCheckpoint")(given.folder, filename="saved")
+
+    own = {"enable_checkpointing": True, "max_epochs": 1}
+    methods = {"on_train_epoch_start": begins}
+    trained(Given({}, folder), methods=methods, callbacks=[saves], **own)
+    state = torch.load(folder / "saved.ckpt", weights_only=False)
+    return float(state["optimizer_states"][0]["param_groups"][0]["lr"])
+
+
+def test_a_checkpoint_has_the_optimizer_that_was_set_up_anew(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(rate_saved, tmp_path) == [0.02, 0.02]
