@@ -280,7 +280,7 @@ class TrainingLoop:
         """Let each rank that shares the model see that gradients of one are not finite: a scaler of
         the script looks at those of its rank, and all must skip the update."""
         self._nonfinite_here = None
-        if not self.engine.nonfinite or self.dims.mesh.model_parallel == 1:
+        if self.dims.mesh.model_parallel == 1 or not self.engine.nonfinite:
             return
         self._nonfinite_here = self.engine.nonfinite_here()
         averages = self.engine.averages(self._parameters)
