@@ -156,7 +156,7 @@ class TrainingLoop:
             self.tracer.sees_loss(loss)
 
         def run(dummy_batch: bool) -> None:
-            if dummy_batch and not (self.window.contributions and _may_communicate(loss)):
+            if dummy_batch and not _may_communicate(loss):
                 return  # such a rank takes part in the exchange, with zeros
             part = self.precision.scaled(loss)
             weight = self.window.weight
@@ -251,6 +251,8 @@ class TrainingLoop:
             began = time.perf_counter()
             self.engine.end()
             self.progress.waited += time.perf_counter() - began
+            if exchange and self._without_batch:
+                self._zero()
             if not graph_waits or len(self._meetings_due) > 1:  # not for ever
                 self._meet()
         except BaseException as error:  # an interrupt, too, which the script may survive
@@ -270,6 +272,18 @@ class TrainingLoop:
         self.tracer.exchanged(self.engine.ready)
         if exchange and self.search is not None and self.search.watches:
             self.sharding.watch.begin(self._parameters)
+
+    @property
+    def _without_batch(self) -> bool:
+        """Whether no batch of this update is one of this rank, which trains on its own, or of its
+        island: they make no update."""
+        return self.local is not None and not self.window.contributions
+
+    def _zero(self) -> None:
+        """Leave gradients of zero, at which scalers, clipping and scripts may look."""
+        for parameter in self._parameters:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -413,6 +427,9 @@ class TrainingLoop:
         self.tracer.update_begins()
         if not skip:
             self.momentum_correction.check()
+        if skip or self._without_batch:  # an optimizer leaves parameters without a gradient alone
+            for parameter in self._parameters:
+                parameter.grad = None
         self._broken_off = True
         return skip
 
@@ -457,10 +474,7 @@ class TrainingLoop:
             return  # gradients of the script's own, if any
         if not self.update_due:
             raise messages.step_by_hand_inside(self._window)
-        skip = self._by_hand = self._begin_update()
-        if skip:
-            for parameter in self._parameters:
-                parameter.grad = None  # an optimizer leaves parameters without a gradient alone
+        self._by_hand = self._begin_update()
 
     def _step_ends(self) -> None:
         if self.local is not None and self._collectives != collectives_so_far():
@@ -502,7 +516,7 @@ class TrainingLoop:
             ends = self.engine.nonfinite and self._on_nonfinite == "raise"
             finite = ends and all_finite(p.grad for p in shared if p.grad is not None)
             self._other_skips = bool(self._other_skips) or (not finite and self._overflowed())
-            for parameter in shared if self._other_skips else ():
+            for parameter in shared if self._other_skips or self._without_batch else ():
                 parameter.grad = None
         elif shared and (self.window_open or all(p.grad is None for p in shared)):
             raise messages.other_step(optimizer)
