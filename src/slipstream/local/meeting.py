@@ -237,8 +237,8 @@ class Meeting:
             buffer.copy_(part.view(buffer.shape))
 
     def _gone_on(self, flight: Flight) -> torch.Tensor:
-        """Take what all share of buffers, after a delay; but of one that all ranks had alike when it
-        was sent, as a counter, what this rank has by now."""
+        """Take what all share of buffers, after a delay; but of one that all ranks had alike when
+        it was sent, as a counter, what this rank has by now."""
         shared, sent = self.buffers, flight.own_buffers[: len(self.buffers)]
         near = 4 * torch.finfo(sent.dtype).eps * sent.abs()  # means round
         alike = ((sent - shared).abs() <= near) | _same(sent, shared)
