@@ -253,8 +253,10 @@ def epochs_seen(
     stop: int,
     prefetch: bool,
     kind: type[DistributedSampler[int]] = DistributedSampler,
+    limit: int = 5,
 ) -> list[tuple[int, list[int]]]:
-    """Epochs and batches of the loop in docs/checkpoints.md, until so many updates are done."""
+    """Epochs of so many batches in the loop of docs/checkpoints.md, until so many updates are
+    done."""
     rows: Any = range(10)
     loader = DataLoader(rows, 2, sampler=kind(rows, 1, 0))
     found: list[tuple[int, list[int]]] = []
@@ -262,7 +264,7 @@ def epochs_seen(
     with opened(strategy, loader) as session:
         saved = Checkpoints(folder)
         saved.restore(session)
-        for epoch in range(session.updates // 5, 4):
+        for epoch in range(session.updates // limit, 4):
             loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
             for batch in session.loader:
                 found.append((epoch, batch.tolist()))
@@ -271,6 +273,8 @@ def epochs_seen(
                 saved.step(session, every=1)
                 if session.updates == stop:
                     return found
+                if limit < 5 and session.updates == (epoch + 1) * limit:
+                    break
     return found
 
 
@@ -285,6 +289,16 @@ def test_a_run_that_ended_with_an_epoch_goes_on_with_the_next(
     for stop in (5, 7, 10):
         seen_until = epochs_seen(tmp_path / str(stop), stop, prefetch, kind)
         assert seen_until + epochs_seen(tmp_path / str(stop), 20, prefetch, kind) == whole
+
+
+@pytest.mark.parametrize("kind", [DistributedSampler, OwnSampler])
+def test_a_run_that_leaves_its_passes_early_goes_on_with_the_next(
+    kind: type[DistributedSampler[int]], tmp_path: Path
+) -> None:
+    whole = epochs_seen(tmp_path / "whole", 12, False, kind, 3)
+    for stop in (3, 4, 6):
+        seen_until = epochs_seen(tmp_path / str(stop), stop, False, kind, 3)
+        assert seen_until + epochs_seen(tmp_path / str(stop), 12, False, kind, 3) == whole
 
 
 def test_the_end_of_an_epoch_is_kept_until_a_pass_begins(tmp_path: Path) -> None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import subprocess
 import threading
+import time
 from contextlib import nullcontext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
 
 from slipstream.checkpoint import Checkpoints, stopping
 from slipstream.errors import UsageError
 from tests.harness.counters import collectives
 from tests.harness.ranks import RankFailure, Ranks
-from tests.session.training import opened, update
+from tests.session.training import BATCH, opened, update
 
 
 def stopped(folder: str, victim: int, at: int = 5) -> tuple[Any, int, list[int]]:
@@ -132,3 +138,54 @@ def test_only_the_main_thread_gets_signals() -> None:
     thread.start()
     thread.join()
     assert "on_signal outside the main thread" in str(errors[0])
+
+
+class Slow(Dataset[torch.Tensor]):
+    """A worker is always on its way."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.01)
+        return BATCH
+
+
+def children() -> set[BaseProcess]:
+    return {*multiprocessing.active_children()}
+
+
+def signalled_as_a_group(saved: Checkpoints) -> None:
+    """The workers of the loader get the signal, as its rank does some updates later."""
+    before = children()
+    with opened({}, DataLoader(Slow(), None, num_workers=2)) as session:
+        saved.restore(session)
+        for number, batch in enumerate(session.loader):
+            session.backward(session.model(batch).square().mean())
+            session.step()
+            if number == 1:
+                workers = [str(child.pid) for child in children() - before]
+                assert len(workers) == 2
+                subprocess.run(["kill", "-TERM", *workers], check=True)
+            if number == 5:  # their batches came
+                os.kill(os.getpid(), signal.SIGTERM)
+            saved.step(session, every=10**6)
+
+
+def test_workers_outlive_a_signal_to_the_process_group(tmp_path: Path) -> None:
+    saved = Checkpoints(tmp_path, on_signal=(signal.SIGTERM,))
+    with pytest.raises(SystemExit) as end:
+        signalled_as_a_group(saved)
+    assert end.value.code == 143
+    assert [path.name for path in saved.paths] == ["update-00000006"]
+
+
+def test_a_worker_that_its_rank_ends_ends(tmp_path: Path) -> None:
+    with opened({}, DataLoader(Slow(), None, num_workers=1)) as session:
+        Checkpoints(tmp_path, on_signal=(signal.SIGTERM,)).restore(session)
+        before, passed = children(), iter(session.loader)
+        next(passed)
+        (worker,) = children() - before
+        worker.terminate()
+        worker.join(20)
+        assert worker.exitcode == 0

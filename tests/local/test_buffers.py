@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -164,3 +165,85 @@ def test_a_buffer_that_is_gone_is_named() -> None:
         session.step()
     model.frequencies = constants()["frequencies"]
     session.close()
+
+
+class Counted(nn.Module):
+    """A layer that counts its forward passes, and a norm before it."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        out: Tensor = self.layers(x)
+        return out
+
+
+def counted(updates: int, parts_after: int | None = None) -> tuple[int, dict[str, Tensor]]:
+    """The count, and the state in the end; of a run that goes on with its parts after some."""
+    model, strategy = Counted(), {"local": {"steps": 4, "delay": 2}}
+    parts: list[Any] = []
+    for until in (updates,) if parts_after is None else (parts_after, updates):
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with slipstream.accelerate(model, optimizer, None, strategy) as session:
+            if parts:
+                session.restore(parts)
+            for update in range(session.updates, until):
+                rows = torch.Generator().manual_seed(3 * update + session.rank)
+                x = session.rank + torch.randn(8, 4, generator=rows)
+                session.backward(model(x).square().mean())
+                session.step()
+            parts = [None, None]
+            dist.all_gather_object(parts, session.checkpoint(sharded=True))
+            count = int(model.count)
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+    return count, state
+
+
+def test_a_count_that_ranks_have_alike_goes_on_while_a_change_travels(two: Ranks) -> None:
+    runs = two.run(counted, 16)
+    assert [count for count, _ in runs] == [16, 16]
+    resumed = two.run(counted, 16, 9)
+    for (_, one), (_, other) in zip(runs, resumed, strict=True):
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+class Growing(nn.Module):
+    """A norm, and a table that grows with the rows that it sees, as old rotary positions did."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.register_buffer("table", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > len(self.table):
+            self.register_buffer("table", torch.ones(len(x)))
+        out: Tensor = self.head(self.norm(x)) * self.table[: len(x), None]
+        return out
+
+
+def test_buffers_come_out_of_an_evaluation_that_has_changed_the_model() -> None:
+    model = Growing()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with slipstream.accelerate(model, optimizer, None, {"local": {"steps": 1}}) as session:
+        session.backward(model(torch.randn(3, 4)).square().mean())
+        session.step()
+        with torch.no_grad():
+            for buffer in (*model.norm.buffers(), *model.head.buffers()):
+                buffer += 1
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with session.evaluating():
+            head, model.head = model.head, nn.Identity()  # type: ignore[assignment]
+            model.eval()(torch.randn(9, 4))
+        model.head = head
+        model.register_buffer("table", torch.ones(3))  # one that has grown cannot meet
+        assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())

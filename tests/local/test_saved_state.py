@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections import OrderedDict
 from typing import Any
 
@@ -14,8 +16,9 @@ from slipstream.errors import UsageError
 from slipstream.local.model import LocalModel
 from slipstream.local.training import LocalTraining
 from slipstream.session.session import Session
+from tests.harness.ranks import Ranks
 from tests.local.reference import flat
-from tests.local.test_training import build, loss_of, sgd
+from tests.local.test_training import adamw, build, loss_of, sgd
 
 
 def training(session: Any) -> LocalTraining:
@@ -127,3 +130,46 @@ def test_a_model_may_be_loaded_after_the_session_while_a_change_travels() -> Non
         assert meeting["due"] is not None
         saved["model"] = {name: value.clone() for name, value in saved["model"].items()}
     assert torch.equal(gone_on(saved, "session"), gone_on(saved, "model"))
+
+
+def under_local(updates: int) -> dict[str, Any]:
+    """The part of this rank."""
+    model = layers("first", "second")
+    with slipstream.accelerate(model, adamw(model), None, {"local": {"steps": 2}}) as session:
+        for update in range(updates):
+            session.backward(model(torch.full((2, 4), 1.0 + update + session.rank)).mean())
+            session.step()
+        return session.checkpoint(sharded=True)
+
+
+def averaging(parts: list[Any], strategy: Any) -> tuple[int, dict[str, Any], list[str]]:
+    model = layers("first", "second")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with slipstream.accelerate(model, adamw(model), None, strategy) as session:
+            session.restore(copy.deepcopy(parts))  # whose memory ranks share
+            session.backward(model(torch.ones(2, 4)).mean())
+            session.step()
+            return session.updates, session.checkpoint(), [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize("transport", ["flat", "sharded"])
+def test_a_run_that_averages_gradients_goes_on_from_one_that_met(
+    two: Ranks, transport: str
+) -> None:
+    parts = two.run(under_local, 3)
+    first = parts[0]
+    strategy = {"gradients": {"transport": transport}}
+    (updates, state, (warning,)), (_, other, none) = two.run(averaging, parts, strategy)
+    assert updates == 4
+    assert "with the optimizer state of rank 0" in warning
+    assert not none
+    model = layers("first", "second")
+    model.load_state_dict(first["model"])
+    optimizer = adamw(model)
+    optimizer.load_state_dict(first["optimizer"]["optimizer"])
+    model(torch.ones(2, 4)).mean().backward()
+    optimizer.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(state["model"][name], value)
+        assert torch.equal(state["model"][name], other["model"][name])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 
 import slipstream
+from slipstream import comm
 from slipstream.errors import ModelError
 from tests.harness.models import Dealt
 from tests.harness.ranks import Ranks
@@ -147,3 +148,58 @@ def test_ranks_meet_after_updates_with_gradients_of_the_scripts_own(two: Ranks) 
     found = two.run(with_gradients, True)
     assert [updates for updates, _ in found] == [5, 5]
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, expected, strict=True))
+
+
+def rows_of(rank: int) -> list[Tensor]:
+    """The second rank has a single batch, the first one three."""
+    return [batch(rank, update) for update in range(1, 2 if rank else 4)]
+
+
+def without_a_batch(way: str) -> list[bool]:
+    """Whether this rank's parameters have moved, in each step."""
+    model = build()
+    optimizer = AdamW(model.parameters(), lr=0.02)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, enabled=way == "a scaler")
+    rows = rows_of(torch.distributed.get_rank())
+    moved = []
+    with slipstream.accelerate(model, optimizer, rows, {"local": {"steps": 9}}) as session:
+        for words in session.loader:
+            optimizer.zero_grad(set_to_none=way != "zeros")
+            loss = (model(words) * model.scale).square().mean()
+            if way == "the graph meets others":
+                loss = comm.all_reduce_mean(loss)
+            session.backward(scaler.scale(loss))
+            before = flat(model.parameters())
+            if way == "a scaler":
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            moved.append(not torch.equal(flat(model.parameters()), before))
+    return moved
+
+
+@pytest.mark.parametrize("way", ["a scaler", "zeros", "the graph meets others"])
+def test_a_rank_without_a_batch_makes_no_update(two: Ranks, way: str) -> None:
+    assert two.run(without_a_batch, way, timeout=40) == [[True] * 3, [True, False, False]]
+
+
+def with_a_second_optimizer() -> list[bool]:
+    """Whether what the other optimizer holds has moved on this rank, in each step."""
+    model = build()
+    first, second = SGD([model.scale], lr=0.1), AdamW(model[1].parameters(), lr=0.1)
+    rows = rows_of(torch.distributed.get_rank())
+    moved = []
+    with slipstream.accelerate(model, first, rows, {"local": {"steps": 9}}) as session:
+        for words in session.loader:
+            second.zero_grad(set_to_none=False)
+            session.backward((model(words) * model.scale).square().mean())
+            before = flat(model[1].parameters())
+            second.step()
+            session.step()
+            moved.append(not torch.equal(flat(model[1].parameters()), before))
+    return moved
+
+
+def test_a_second_optimizer_makes_none_either(two: Ranks) -> None:
+    assert two.run(with_a_second_optimizer) == [[True] * 3, [True, False, False]]

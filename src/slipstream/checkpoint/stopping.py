@@ -2,24 +2,31 @@
 
 The handler only notes the signal. About every second, at an update that all ranks know, they begin
 to compare whether one has got it; the answer is taken an update later, so nobody waits for it.
+
+Launchers signal a rank's whole process group, in which workers of its ``DataLoader`` are. They
+outlive that: the rank needs their batches until it stops.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
+from torch.utils.data._utils import signal_handling
 
 from slipstream.errors import UsageError
 from slipstream.strategy import Row
 from slipstream.transport.consistency import collective_errors, maximum_later
 
+_TORCH: Any = signal_handling
 SECONDS = 1.0
 """From one comparison to the next, about."""
 LONGEST = 1000
@@ -41,6 +48,7 @@ class StopSignals:
         self._asked: tuple[torch.Tensor, dist.Work | None] | None = None
         self._left = 0  # updates until the next comparison
         self._interval, self._since = 1, 0.0
+        self._set_handlers: Callable[[], None] | None = None  # torch's, of a worker
 
     @property
     def wanted(self) -> bool:
@@ -66,6 +74,8 @@ class StopSignals:
         self._since = time.monotonic()
         for number in self._numbers:
             self._before[number] = signal.signal(number, self._note)
+        self._set_handlers = _TORCH._set_worker_signal_handlers
+        _TORCH._set_worker_signal_handlers = partial(_outlive, {*self._numbers}, self._set_handlers)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._got = number
@@ -130,11 +140,28 @@ class StopSignals:
     def abandon(self) -> None:
         """As `close`, after an error: other ranks may not answer."""
         self._asked = self._group = None
+        if self._set_handlers is not None:
+            _TORCH._set_worker_signal_handlers = self._set_handlers
+            self._set_handlers = None
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_DFL if before is None else before)
             if number == self._got and _is_of_the_script(before):
                 self._got = 0  # the script has heard of it
         self._before.clear()
+
+
+def _outlive(numbers: set[int], set_handlers: Callable[[], None]) -> None:
+    """Let a worker of a ``DataLoader``, which begins with this, be ended by these signals only
+    where its rank sends them, as torch does at the end."""
+    set_handlers()
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    threading.Thread(target=_end_with, args=(os.getppid(), numbers), daemon=True).start()
+
+
+def _end_with(rank: int, numbers: set[int]) -> None:
+    while signal.sigwaitinfo(numbers).si_pid != rank:
+        pass
+    os._exit(0)
 
 
 def _is_of_the_script(handler: Any) -> TypeGuard[Callable[[int, FrameType | None], Any]]:

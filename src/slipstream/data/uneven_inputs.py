@@ -14,9 +14,9 @@ after forward has run beside it. No other ``len()`` is believed.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, NoReturn, Protocol, TypeGuard, cast, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn, Protocol, TypeGuard, runtime_checkable
 from weakref import ref
 
 import torch
@@ -110,7 +110,7 @@ class UnevenInputLoader:
         self._pass: ref[_Pass] | None = None  # weak: a pass left by ``break`` is over
         # what the next pass goes on with:
         self._skip = 0
-        self._over: int | None = None  # the epoch of whose pass every batch was given
+        self._over: int | None = None  # the epoch of that pass: at another one it is over
         self._draw: pass_random.RandomStates | None = None
 
     @property
@@ -146,7 +146,7 @@ class UnevenInputLoader:
 
     def position(self) -> dict[str, Any]:
         """The place in the present pass, or where the next one goes on: the loader's own state, or
-        how many batches it has given, and, where these are all of an epoch, of which one."""
+        how many batches it has given, and of which epoch."""
         if self._followed is not None:
             return self._followed.position()
         if self._keeps_place(self._loader):
@@ -154,16 +154,16 @@ class UnevenInputLoader:
         present = self._present
         steps, over = self._skip, self._over
         if present is not None:
-            steps, over = present.steps, present.over
+            steps, over = present.steps, present.epoch
         return {"batches": steps, "ranks": self._ranks} | ({} if over is None else {"over": over})
 
     def go_to(self, position: Mapping[str, Any]) -> bool:
         """Let the next pass begin where the one of ``position`` was.
 
         On another number of ranks it skips as many samples, if batches are as large. Their order
-        is what the loader draws; `draw_with` lets it draw that of before. Where all of an epoch was
-        given, and the sampler has been set to another one by then, it skips nothing. A pass that
-        was under way, and goes on, keeps its own place, and the next one begins anew.
+        is what the loader draws; `draw_with` lets it draw that of before. Where the sampler has
+        been set to another epoch by then, it skips nothing. A pass that was under way, and goes on,
+        keeps its own place, and the next one begins anew.
 
         Returns:
             Whether it can; else nothing changes.
@@ -278,6 +278,7 @@ class _Pass(Iterator[Any]):
 
     Attributes:
         drawn_with: the random states with which it began.
+        epoch: to which its sampler was set; None: it counts none.
         steps: batches so far, dummy batches and skipped ones included; 0 once it is over.
         is_over: whether it gives no more batches.
     """
@@ -287,13 +288,12 @@ class _Pass(Iterator[Any]):
         self._batches: Iterator[Any] | None = None
         self._agreement: Agreement | None = None
         self._length: int | None = None
-        self._ends: int | None = None
         self._following: Any = _NOT_READ  # kept where the agreement is interrupted
         self._last: Any = _END
         self._given, self.is_over = 0, False
         self.steps = 0
         self.drawn_with: pass_random.RandomStates | None = None
-        self._epoch: int | None = None
+        self.epoch: int | None = None
         self._error = ""  # the last one, in words: it would hold what raised it
         self._errors = 0
 
@@ -305,11 +305,7 @@ class _Pass(Iterator[Any]):
             raise StopIteration
         if self._batches is None:
             self._batches, self._agreement = loader._begin(self)
-            self._length, self._epoch = certain_length(loader._loader), epoch_of(loader._loader)
-            self._ends = self._length
-            if self._ends is None and self._epoch is not None:  # it only says where an epoch ends
-                with suppress(TypeError, NotImplementedError):
-                    self._ends = len(cast(Sized, loader._loader))
+            self._length, self.epoch = certain_length(loader._loader), epoch_of(loader._loader)
         else:  # whatever was restored meanwhile
             loader._begin_anew()
         loader._pass = ref(self)
@@ -334,12 +330,6 @@ class _Pass(Iterator[Any]):
             self._given += 1
         self.steps += 1
         return batch
-
-    @property
-    def over(self) -> int | None:
-        """The epoch of which it has given every batch, and was not asked for more; None: it has
-        not, or its sampler counts none."""
-        return self._epoch if self.steps and self.steps == self._ends else None
 
     def skip(self, batches: Iterator[Any], count: int) -> None:
         """Drop the first ones, which a run before this one has used. What is raised between them it

@@ -224,14 +224,27 @@ class Meeting:
         known = _same(buffers, self.buffers)
         return is_finite(values) and bool((buffers.isfinite() | known).all())
 
-    def write_buffers(self, flat: torch.Tensor) -> None:
-        """Set this rank's buffers."""
-        start = 0
-        for name in self.fragment.buffers:
-            buffer = self._model.get_buffer(name)
-            part = flat[start : start + buffer.numel()]
+    def write_buffers(
+        self, flat: torch.Tensor, held: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """Set this rank's buffers; ``held``: those that the model had, of which some may be gone,
+        or of another size, by now."""
+        now = dict(self._model.named_buffers(remove_duplicate=False))
+        for name, part in zip(self.fragment.buffers, flat.split(self._lengths), strict=True):
+            buffer = now.get(name)
+            if buffer is None or buffer.numel() != part.numel():
+                buffer = (held or now)[name]
             buffer.copy_(part.view(buffer.shape))
-            start += buffer.numel()
+
+    def _gone_on(self, flight: Flight) -> torch.Tensor:
+        """Take what all share of buffers, after a delay; but of one that all ranks had alike when
+        it was sent, as a counter, what this rank has by now."""
+        shared, sent = self.buffers, flight.own_buffers[: len(self.buffers)]
+        near = 4 * torch.finfo(sent.dtype).eps * sent.abs()  # means round
+        alike = ((sent - shared).abs() <= near) | _same(sent, shared)
+        parts = [flat.split(self._lengths) for flat in (alike, self.read_buffers(), shared)]
+        kept = [own if same.all() else common for same, own, common in zip(*parts, strict=True)]
+        return torch.cat([shared[:0], *kept])
 
     # A meeting.
 
@@ -354,7 +367,8 @@ class Meeting:
         else:
             towards = self.outer.to(self.device) - flight.sent
             self.write(self.read().add_(towards, alpha=1 - self._config.mix))
-        self.write_buffers(self.buffers)
+        goes_on = self._config.delay and not flight.lost
+        self.write_buffers(self._gone_on(flight) if goes_on else self.buffers)
         if flight.lost or self._config.inner_state == "reset":
             for piece in self.fragment.pieces:
                 reset(piece.parameter)
@@ -422,11 +436,13 @@ class Meeting:
         flight = self.flight
         codec = [] if self._compressor is None else [*map(dict, self._compressor.state())]
         sent = None if flight is None else flight.sent.clone()
+        buffers = None if flight is None else flight.own_buffers[: len(self.buffers)].clone()
         due = None if flight is None else flight.due
         return {
             "done": self.done,
             "due": due,
             "sent": sent,
+            "sent_buffers": buffers,
             "lost": flight is not None and flight.lost,
             "codec": codec,
         }
@@ -446,7 +462,8 @@ class Meeting:
             like |= {"mean": self.outer, "mean_buffers": self.buffers}
         found = {key: state[key] for key in like}
         if own is not None and own["due"] is not None:
-            like, found = like | {"sent": self.outer}, found | {"sent": own["sent"]}
+            like |= {"sent": self.outer, "sent_buffers": self.buffers}
+            found |= {"sent": own["sent"], "sent_buffers": own.get("sent_buffers")}
         for key, tensor in found.items():
             if tensor is not None and tensor.shape != like[key].shape:
                 shapes = f"{tuple(tensor.shape)}; allowed: {tuple(like[key].shape)}"
@@ -469,9 +486,12 @@ class Meeting:
             mean, buffers, totals = (
                 state[key].to(self.device, copy=True) for key in ("mean", "mean_buffers", "totals")
             )
+            offered = None if own is None else own.get("sent_buffers")
+            offered = torch.full_like(buffers, torch.nan) if offered is None else offered
             lost = own is not None and own["lost"]
             due = state["due"]
-            self.flight = Flight(due, mean, sent, buffers, buffers, totals, totals, lost, done=True)
+            offered = offered.to(self.device, copy=True)
+            self.flight = Flight(due, mean, sent, buffers, offered, totals, totals, lost, done=True)
         if self._compressor is not None:
             left_out = own["codec"] if own is not None else []
             self._compressor.load(left_out or [{} for _ in self._compressor.slots])

@@ -80,6 +80,23 @@ class LocalModel(WholeModel):
         self.training.own_state = part[KEY] if same else None
 
 
+def of_one_rank(state: dict[str, Any], rank: int) -> dict[str, Any]:
+    """The optimizer's state for a run that averages gradients: that of the first rank, where those
+    of ranks that train on their own were saved, with a warning on rank 0."""
+    parts = state.get(KEY)
+    if not isinstance(parts, list):
+        return state
+    if rank == 0:
+        warnings.warn(
+            f"the state is of {len(parts)} ranks under local, and this run averages gradients: it "
+            "goes on from the outer parameters, with the optimizer state of rank 0; what the ranks "
+            "did since their last meetings is lost",
+            stacklevel=4,
+        )
+    first: dict[str, Any] = parts[0]["optimizer"]
+    return first
+
+
 def joined_ranks(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The parts of all ranks of a run, given in any order.
 

@@ -383,6 +383,7 @@ class LocalTraining:
             parameters = [*dict.fromkeys([*self._model.parameters(), *own])]
             kept = {p: p.detach().clone() for p in parameters}
             buffers = [meeting.read_buffers() for meeting in self._meetings]
+            held = dict(self._model.named_buffers(remove_duplicate=False))
             for meeting in self._meetings:
                 meeting.write(meeting.outer)
                 if meeting.done:
@@ -398,7 +399,7 @@ class LocalTraining:
                 for p, value in kept.items():
                     p.copy_(value)
                 for meeting, values in zip(self._meetings, buffers, strict=True):
-                    meeting.write_buffers(values)
+                    meeting.write_buffers(values, held)
             if as_updated:
                 self._versions = self._present_versions()
         if changed:

@@ -345,4 +345,6 @@ def _own_meeting(place: str, value: Any) -> Mistakes:
     if value.get("due") is not None:
         yield from _count(f"{place}.due", value["due"])
         yield from _dense(f"{place}.sent", value.get("sent"))
+        if value.get("sent_buffers") is not None:
+            yield from _dense(f"{place}.sent_buffers", value["sent_buffers"])
     yield from _each(f"{place}.codec", value.get("codec"), lambda at, one: _named(at, one, _dense))

@@ -159,7 +159,7 @@ class TrainingLoop:
             self.tracer.sees_loss(loss)
 
         def run(dummy_batch: bool) -> None:
-            if dummy_batch and not (self.window.contributions and _may_communicate(loss)):
+            if dummy_batch and not _may_communicate(loss):
                 return  # such a rank takes part in the exchange, with zeros
             part = self.precision.scaled(loss)
             weight = self.window.weight
@@ -256,6 +256,8 @@ class TrainingLoop:
             self.engine.end()
             self.progress.waited += time.perf_counter() - began
             self._show_nonfinite()
+            if exchange and self._without_batch:
+                self._zero()
             if not graph_waits or len(self._meetings_due) > 1:  # not for ever
                 self._meet()
         except BaseException as error:  # an interrupt, too, which the script may survive
@@ -286,6 +288,18 @@ class TrainingLoop:
         averages = self.engine.averages(self._parameters)
         for gradient in averages[:1] if all_finite(averages) else ():
             (gradient._values() if gradient.is_sparse else gradient).fill_(torch.nan)
+
+    @property
+    def _without_batch(self) -> bool:
+        """Whether no batch of this update is one of this rank, which trains on its own, or of its
+        island: they make no update."""
+        return self.local is not None and not self.window.contributions
+
+    def _zero(self) -> None:
+        """Leave gradients of zero, at which scalers, clipping and scripts may look."""
+        for parameter in self._parameters:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -440,6 +454,9 @@ class TrainingLoop:
         self.tracer.update_begins()
         if not skip:
             self.momentum_correction.check()
+        if skip or self._without_batch:  # an optimizer leaves parameters without a gradient alone
+            for parameter in self._parameters:
+                parameter.grad = None
         self._broken_off = True
         return skip
 
@@ -488,10 +505,7 @@ class TrainingLoop:
             return
         if not self.update_due:
             raise messages.step_by_hand_inside(self._window)
-        skip = self._by_hand = self._begin_update()
-        if skip:
-            for parameter in self._parameters:
-                parameter.grad = None  # an optimizer leaves parameters without a gradient alone
+        self._by_hand = self._begin_update()
 
     def _step_ends(self) -> None:
         if self.local is not None and self._collectives != collectives_so_far():
@@ -548,7 +562,7 @@ class TrainingLoop:
             ends = self.engine.nonfinite and self._on_nonfinite == "raise"
             finite = ends and all_finite(p.grad for p in shared if p.grad is not None)
             self._other_skips = bool(self._other_skips) or (not finite and self._overflowed())
-            for parameter in shared if self._other_skips else ():
+            for parameter in shared if self._other_skips or self._without_batch else ():
                 parameter.grad = None
         elif shared and (self.window_open or all(p.grad is None for p in shared)):
             raise messages.other_step(optimizer)

@@ -20,6 +20,7 @@ from slipstream.cluster.connect import Cluster
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import ModelError, SlipstreamError, UsageError
 from slipstream.gradients.segments import SegmentStats
+from slipstream.local.model import of_one_rank
 from slipstream.local.open_training import OpenTraining
 from slipstream.parallel.dims import ParallelDims
 from slipstream.session.checkpoint import PARTS, Part, checked, joined
@@ -415,7 +416,10 @@ class Session(Generic[M, O]):
             whole.load_full_state_dict(state["model"])
         if "optimizer" in state:
             try:
-                whole.load_full_optimizer_state_dict(state["optimizer"])
+                kept = state["optimizer"]
+                if self._loop.local is None:
+                    kept = of_one_rank(kept, self.rank)
+                whole.load_full_optimizer_state_dict(kept)
             except SlipstreamError:
                 raise
             except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
