@@ -9,8 +9,7 @@ import torch
 
 from tests.adapters.habits.habit import Given
 from tests.adapters.habits.trainer_script import Script, gpt2, padded, sentences
-from tests.adapters.test_loops import RESUMED
-from tests.adapters.test_loops import pytestmark as needs_frameworks
+from tests.adapters.test_loops import RESUMED, pytestmark as needs_frameworks
 from tests.harness.ranks import Ranks
 
 pytestmark = needs_frameworks
