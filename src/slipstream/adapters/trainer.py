@@ -98,11 +98,12 @@ class SessionTrainer(transformers.Trainer):
         values = [] if state_dict is None else [*state_dict.values()]  # saving takes them out
         super()._save(output_dir, state_dict)
         masters = session is not None and isinstance(session.strategy.precision, HalfWeightsConfig)
-        file = Path(output_dir or self.args.output_dir, CONFIG_NAME)
+        file = Path(output_dir or self.args.output_dir or ".", CONFIG_NAME)
         if masters and self.args.should_save and file.is_file():
             # transformers has written the type of the 16-bit weights there, and would read in it
-            self.model.config.dtype = next(v.dtype for v in values if v.is_floating_point())
-            self.model.config.save_pretrained(file.parent)
+            model: Any = self.model
+            model.config.dtype = next(v.dtype for v in values if v.is_floating_point())
+            model.config.save_pretrained(file.parent)
 
     def _load_best_model(self) -> None:
         """Close the session before: its last meetings are not of the model that is loaded."""
