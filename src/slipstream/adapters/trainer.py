@@ -9,11 +9,13 @@ from typing import Any
 import torch
 import transformers
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.utils import CONFIG_NAME
 
 from slipstream.adapters.accelerate import Accelerator
 from slipstream.adapters.opening import SESSION_FILE, GivenStrategy, warn_inside_window
 from slipstream.errors import UsageError
 from slipstream.session.checks import check_model
+from slipstream.strategy import HalfWeightsConfig
 
 
 class SessionTrainer(transformers.Trainer):
@@ -93,7 +95,15 @@ class SessionTrainer(transformers.Trainer):
         alone = session is not None and session.strategy.local is not None  # no masters elsewhere
         if state_dict is None and self.model is not None and (self.args.should_save or not alone):
             state_dict = self.accelerator.get_state_dict(self.model)
+        values = [] if state_dict is None else [*state_dict.values()]  # saving takes them out
         super()._save(output_dir, state_dict)
+        masters = session is not None and isinstance(session.strategy.precision, HalfWeightsConfig)
+        file = Path(output_dir or self.args.output_dir or ".", CONFIG_NAME)
+        if masters and self.args.should_save and file.is_file():
+            # transformers has written the type of the 16-bit weights there, and would read in it
+            model: Any = self.model
+            model.config.dtype = next(v.dtype for v in values if v.is_floating_point())
+            model.config.save_pretrained(file.parent)
 
     def _load_best_model(self) -> None:
         """Close the session before: its last meetings are not of the model that is loaded."""

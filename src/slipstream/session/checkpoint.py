@@ -80,10 +80,11 @@ def joined(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Mapping[st
 
 
 def refusal(state: object, sizes: Mapping[str, int], ranks: int | None = None) -> UsageError | None:
-    """Why a state cannot be loaded by a session of these trainable parameters; None: it can be.
+    """Why a state cannot be loaded by a session of a model of these parameters; None: it can be.
 
-    ``sizes``: by name, how many numbers they have. ``ranks``: how many ranks it must come from,
-    where ranks share a model; None: any number.
+    ``sizes``: by name, how many numbers they have, frozen ones too, which the saved run may have
+    trained. ``ranks``: how many ranks it must come from, where ranks share a model; None: any
+    number.
     """
     how = "pass what session.state_dict() returned"
     if not isinstance(state, Mapping):
@@ -97,10 +98,9 @@ def refusal(state: object, sizes: Mapping[str, int], ranks: int | None = None) -
     if mistake is not None:
         return UsageError(f"this state is damaged: {mistake}; {how}")
     saved, codecs = state["ready_order"], state["codecs"]
-    if saved is not None and (differing := sorted(set(saved["names"]) ^ set(sizes))):
+    if saved is not None and (unknown := sorted(set(saved["names"]) - set(sizes))):
         return UsageError(
-            f"this state is another model's: these parameters are in one of the two alone: "
-            f"{differing[:5]}"
+            f"this state is another model's: these parameters are not in this one: {unknown[:5]}"
         )
     if ranks is not None and len(codecs) not in (0, ranks):
         return UsageError(
@@ -144,9 +144,10 @@ def joined_order(local: OrderDocument | None, control: dist.ProcessGroup) -> Ord
 
 
 def order_of(state: Mapping[str, Any], names: Sequence[str]) -> ReadyOrder | None:
-    """The ready order of the parameters ``names`` in a state that `refusal` accepts."""
+    """The ready order of the parameters ``names`` in a state that `refusal` accepts; None: it lacks
+    some, which the saved run did not train."""
     saved = state["ready_order"]
-    if saved is None:
+    if saved is None or not {*names} <= {*saved["names"]}:
         return None
     index = {name: i for i, name in enumerate(names)}
     rows = zip(saved["names"], saved["firings"], saved["sparse_dims"], strict=True)

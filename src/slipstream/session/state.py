@@ -108,13 +108,12 @@ class SessionState:
                 ``local.stretch`` lets them.
         """
         mesh, control = self.dims.mesh, self.dims.control
-        trainable = {
+        sizes = {
             name: p.numel() * (2 if p.is_complex() else 1)
             for name, p in self.model.named_parameters()
-            if p.requires_grad or name in self.names  # frozen since: as in the state
         }
         ranks = mesh.data * mesh.model_parallel if mesh.model_parallel > 1 else None
-        error = checkpoint.refusal(state, trainable, ranks)
+        error = checkpoint.refusal(state, sizes, ranks)
         if control is not None:
             # one that is damaged may have no digest
             digest = checkpoint.digest(self._in_common(state)) if error is None else str(error)
@@ -169,6 +168,12 @@ class SessionState:
             common["local"] = {key: local[key] for key in local if key != "updates"}
         return common
 
+    def _trains_others(self, state: Mapping[str, Any]) -> bool:
+        """Whether the saved run trained other parameters of this model: some were frozen, or are
+        now, so that its choices are of other gradients."""
+        order, apart = state["ready_order"], self.dims.mesh.model_parallel == 1
+        return apart and order is not None and {*order["names"]} != {*self.names}
+
     def load(self, state: Mapping[str, Any]) -> int:
         """Restore what ``state()`` returned and `check` accepts; returns the number of updates."""
         keeps_codecs = self.dims.control is not None and keeps_state(self.codec)
@@ -191,7 +196,7 @@ class SessionState:
         order = checkpoint.order_of(state, self.names)
         if order is not None:
             self.engine.install(order)
-        if self.search is not None:
+        if self.search is not None and not self._trains_others(state):
             saved = {name: state.get(name) for name in ("split", "transport", "overlap")}
             chosen = {name: value for name, value in saved.items() if value is not None}
             gradients = Strategy.load({"gradients": chosen}).gradients
