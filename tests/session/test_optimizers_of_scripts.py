@@ -77,12 +77,15 @@ class Counted(torch.optim.Optimizer):
 
 def counted(strategy: dict[str, Any], folder: str) -> None:
     traced = {"trace": {"steps": 1, "skip": 0, "folder": folder}}
-    ends = []
+    ends: list[torch.Tensor] = []
+    saved: Any = None
     for resumed in (False, True):
         model = model_of()
         optimizer = Counted(model.parameters())
         with slipstream.accelerate(model, optimizer, strategy=strategy | traced) as session:
             for number, batch in enumerate(batches()):
+                if number < 2 and resumed:
+                    continue
                 if number == 2 and resumed:
                     session.restore(saved)
                 elif number == 2:
@@ -90,8 +93,6 @@ def counted(strategy: dict[str, Any], folder: str) -> None:
                     dist.all_gather_object(parts, session.checkpoint(sharded=True))
                     session.restore(parts)
                     saved = deepcopy(session.checkpoint())
-                if number < 2 and resumed:
-                    continue
                 session.backward(loss_of(model, batch[session.rank]))
                 session.step()
         assert optimizer.state["k"] == 4

@@ -49,9 +49,9 @@ _ONCE = {
         "computes no gradients twice: set use_reentrant=False, or leave replay out"
     ),
     "donated_buffer": (
-        "checks.replay with a model or a loss under torch.compile, whose backward frees what it has "
-        "used: set torch._functorch.config.donated_buffer = False before it is compiled, or leave "
-        "replay out"
+        "checks.replay with a model or a loss under torch.compile, whose backward frees what it "
+        "has used: set torch._functorch.config.donated_buffer = False before it is compiled, or "
+        "leave replay out"
     ),
 }
 """Refusals of graphs that support one backward alone, by a part of torch's words."""
