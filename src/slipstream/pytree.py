@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 LEAVES = (torch.Tensor, bool, int, float, str, bytes, type(None))
@@ -95,3 +96,14 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
     mapped(value, see)
     return seen
+
+
+def plain_numbers(value: Any) -> Any:
+    """Return ``value`` with numbers of numpy, such as a schedule's learning rates, as Python's:
+    torch reads no others as data.
+
+    Example:
+        >>> plain_numbers({"lr": np.float64(0.5), "step": 3})
+        {'lr': 0.5, 'step': 3}
+    """
+    return mapped(value, lambda number: number.item(), np.generic)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import slipstream
-from slipstream.errors import ProofError
+from slipstream.errors import ProofError, UsageError
 from tests.checks.seeded import FAULTS, Made, Outcome, is_found, seeded
 from tests.harness.models import Dealt
 from tests.harness.ranks import RankFailure
@@ -400,3 +400,16 @@ def with_extra(extra: str) -> list[str]:
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_inputs_of_any_kind_raise_no_alarm(three, extra):
     assert three.run(with_extra, extra) == [[]] * 3
+
+
+def test_a_compiled_model_is_not_replayed():
+    layers = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1))
+    model = torch.compile(layers, backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checks = {"checks": {"every": 2, "replay": True}}
+    with slipstream.accelerate(model, optimizer, strategy=checks) as session:
+        session.backward(model(torch.ones(2, 4)).square().mean())
+        session.step()
+        loss = model(torch.ones(2, 4)).square().mean()
+        with pytest.raises(UsageError, match=r"donated_buffer = False before it is compiled"):
+            session.backward(loss)

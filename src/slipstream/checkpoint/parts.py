@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from pickle import UnpicklingError
 from typing import Any
 
+import numpy as np
 import torch
 
 from slipstream.errors import UsageError
@@ -54,11 +55,12 @@ def cut(state: Mapping[str, Any], rank: int) -> dict[str, torch.Tensor]:
             return kept(value.detach(), path, every=every)
         if isinstance(value, Mapping):
             return _like(
-                value, ((k, walk(v, f"{path}.{k}", every=every)) for k, v in value.items())
+                value,
+                ((_plain(k), walk(v, f"{path}.{k}", every=every)) for k, v in value.items()),
             )
         if type(value) in (list, tuple):
             return type(value)(walk(v, f"{path}.{i}", every=every) for i, v in enumerate(value))
-        return value
+        return _plain(value)
 
     def kept(tensor: torch.Tensor, path: str, *, every: bool) -> Any:
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
@@ -96,6 +98,11 @@ def joined(pieces: Mapping[str, torch.Tensor], rank: int) -> dict[str, Any]:
 
     state: dict[str, Any] = filled(_decoded(pieces[document_key(rank)]))
     return state
+
+
+def _plain(value: Any) -> Any:
+    """Give a number of numpy as Python's, and all else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _like(value: Mapping[str, Any], items: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from slipstream.errors import ModelError
 from slipstream.optim.layerwise import ParamGroup
+from slipstream.optim.nested_step import closure_of
 
 States = dict[Tensor, dict[str, Any]]
 """As in ``torch.optim.Optimizer.state``."""
@@ -75,8 +76,8 @@ class StandIn:
             self._give_back()
             return None  # super().step() in a step, which is on the stand-in already
         self._stage = None
-        if any(x is not None for x in (*args[1:], *kwargs.values())):
-            return None  # a closure
+        if closure_of(args, kwargs) is not None:
+            return None
         stand_in = self._class.__new__(self._class)
         stand_in.__dict__ = vars(optimizer)
         return (stand_in, *args[1:]), kwargs

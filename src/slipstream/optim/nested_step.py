@@ -1,4 +1,4 @@
-"""Tells a step from the ``super().step()`` inside of it.
+"""Tells hooks of a step of its closure, and whether it is a ``super().step()`` inside of another.
 
 torch wraps the ``step`` of each class of which an optimizer was made, and hooks of an optimizer run
 in every wrapper. So where somebody has made a ``SGD``, the hooks of a subclass with a ``step`` of
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -17,6 +17,18 @@ import torch
 from torch.optim import Optimizer
 
 _WRAPPER = Optimizer.profile_hook_step(Optimizer.step).__code__
+
+
+def closure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """Find the closure among the arguments of a step, of which the first is the optimizer. Others
+    are the own ones of a class, as the size of the batch that SophiaG takes.
+
+    Example:
+        >>> closure_of(("optimizer",), {"bs": 4096}) is None
+        True
+    """
+    given = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return given if callable(given) else None
 
 
 def is_nested(optimizer: Optimizer) -> bool:

@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from slipstream.errors import UsageError
-from slipstream.optim.nested_step import is_nested
+from slipstream.optim.nested_step import closure_of, is_nested
 from slipstream.plain_copy import attach, copy_as
 from slipstream.precision.casts import HALF_TYPES, cast
 from slipstream.precision.float_modules import Modules, WrappedForward, modules_in_float
@@ -267,7 +267,7 @@ class HalfWeights:
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if is_nested(optimizer):
             return
-        if any(x is not None for x in [*args[1:], *kwargs.values()]):
+        if closure_of(args, kwargs) is not None:
             raise UsageError(
                 "optimizer.step(closure) with half weights: the closure would compute with the "
                 "fp32 masters; compute loss and gradients before optimizer.step()"

@@ -21,6 +21,7 @@ import torch
 from slipstream.errors import CheckpointError
 from slipstream.files.document import place_in
 from slipstream.files.write import whole_file
+from slipstream.pytree import plain_numbers
 
 DEEPEST = 32
 """Containers inside one another."""
@@ -47,7 +48,7 @@ def write_checkpoint(state: Mapping[str, Any], path: str | Path) -> None:
         OSError: it cannot be written.
     """
     with whole_file(path) as file:
-        torch.save(state, file)
+        torch.save(plain_numbers(state), file)
 
 
 def read_checkpoint(path: str | Path) -> Any:

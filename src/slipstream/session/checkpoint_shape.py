@@ -103,6 +103,8 @@ def optimizer_mistakes(place: str, state: Any) -> Mistakes:
         yield _wrong(f"{place}.state", values, "a mapping")
         return
     for number, kept in values.items():
+        if isinstance(number, str) and not number.isdigit():  # of no parameter, as a step counter
+            continue
         if not is_count(number) or not isinstance(kept, Mapping):
             yield _wrong(f"{place}.state[{number!r:.40}]", kept, "a mapping, of a number")
         else:

@@ -43,6 +43,18 @@ from slipstream.session.update_sharding import UpdateSharding
 from slipstream.strategy import ChecksConfig
 
 _STATE = "the optimizer's state"
+_ONCE = {
+    "use_reentrant": (
+        "checks.replay beside torch.utils.checkpoint(use_reentrant=True), through which torch "
+        "computes no gradients twice: set use_reentrant=False, or leave replay out"
+    ),
+    "donated_buffer": (
+        "checks.replay with a model or a loss under torch.compile, whose backward frees what it "
+        "has used: set torch._functorch.config.donated_buffer = False before it is compiled, or "
+        "leave replay out"
+    ),
+}
+"""Refusals of graphs that support one backward alone, by a part of torch's words."""
 
 
 class Proof:
@@ -113,7 +125,7 @@ class Proof:
         Raises:
             ProofError: they differ.
             UsageError: torch refuses, as a part of the model is computed again by a reentrant
-                checkpoint.
+                checkpoint, or compiled.
         """
         if not self._replays or not self.is_due(step):
             return
@@ -125,12 +137,10 @@ class Proof:
                 for _ in range(2)
             ]
         except RuntimeError as error:
-            if "use_reentrant" not in str(error):
+            refusal = next((words for part, words in _ONCE.items() if part in str(error)), None)
+            if refusal is None:
                 raise
-            raise UsageError(
-                "checks.replay beside torch.utils.checkpoint(use_reentrant=True), through which "
-                "torch computes no gradients twice: set use_reentrant=False, or leave replay out"
-            ) from error
+            raise UsageError(refusal) from error
         for (name, _), one, other in zip(named, *twice, strict=True):
             if one is not None and digest([one]) != digest([other]):
                 raise ProofError(

@@ -23,6 +23,7 @@ from slipstream.gradients.segments import SegmentStats
 from slipstream.local.model import of_one_rank
 from slipstream.local.open_training import OpenTraining
 from slipstream.parallel.dims import ParallelDims
+from slipstream.pytree import plain_numbers
 from slipstream.session.checkpoint import PARTS, Part, checked, joined
 from slipstream.session.handles import Handle, HandleStack
 from slipstream.session.loop import TrainingLoop
@@ -379,7 +380,8 @@ class Session(Generic[M, O]):
             state["session"] = self._state.state(self._loop.steps)
         if sharded and self.rank:
             state = {part: value for part, value in state.items() if part == "optimizer"}
-        return state
+        numbers: dict[str, Any] = plain_numbers(state)
+        return numbers
 
     def restore(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from `checkpoint`; every rank passes the same, and keeps its part.

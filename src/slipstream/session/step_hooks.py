@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from slipstream.optim.nested_step import is_nested, let_have_hooks
+from slipstream.optim.nested_step import closure_of, is_nested, let_have_hooks
 
 
 def collectives_so_far() -> int:
@@ -71,8 +71,7 @@ class StepHooks:
     def _pre(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_nested(optimizer):
             return
-        given = [x for x in (*args[1:], *kwargs.values()) if x is not None]
-        self._begins(given[0] if given else None)
+        self._begins(closure_of(args, kwargs))
         self._inside = True
 
     def _post(self, optimizer: Any, *_: object) -> None:

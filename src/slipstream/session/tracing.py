@@ -355,7 +355,8 @@ def _convolutions(model: nn.Module) -> float:
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes that this rank keeps for the optimizer."""
-    values = (value for state in optimizer.state.values() for value in state.values())
+    states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
+    values = (value for state in states for value in state.values())
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     # A sparse tensor knows no ``nbytes``; optimizers keep sparse state for sparse gradients alone.
     return sum(t.nbytes for t in tensors if t.layout is torch.strided)

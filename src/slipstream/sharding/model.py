@@ -18,6 +18,7 @@ from slipstream.errors import MismatchError, UsageError
 from slipstream.gradients.segments import NamedParameter
 from slipstream.gradients.shards import Shards
 from slipstream.optim.layerwise import Layerwise
+from slipstream.optim.nested_step import closure_of
 from slipstream.optim.shard_state import is_part
 from slipstream.parallel.whole_model import WholeModel
 from slipstream.plain_copy import attach
@@ -79,7 +80,7 @@ class ShardedModel(WholeModel):
     # The update.
 
     def _step_begins(self, optimizer: object, args: Any, kwargs: Any) -> None:
-        if any(x is not None for x in [*args[1:], *kwargs.values()]):
+        if closure_of(args, kwargs) is not None:
             raise UsageError(
                 "optimizer.step(closure) with gradients.transport sharded: the closure would "
                 "compute with shards of the parameters; use transport: direct"

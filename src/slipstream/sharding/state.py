@@ -91,8 +91,9 @@ class OptimizerState:
                 for key, value in values.items()
             }
             for number, values in state["state"].items()
+            if isinstance(number, int)  # others are of no parameter
         }
-        return {**state, "state": joined}
+        return {**state, "state": state["state"] | joined}
 
     @property
     def num_cut(self) -> int:
@@ -210,8 +211,11 @@ def join_shards(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
             f"all {count} ranks of the saved run, once each; pass all files that it saved"
         )
     first = by_rank[0]
-    state: dict[int, dict[str, Any]] = {}
+    state: dict[Any, Any] = {}
     for number, values in first["optimizer"]["state"].items():
+        if not isinstance(number, int):  # of no parameter
+            state[number] = values
+            continue
         every = [by_rank[rank]["optimizer"]["state"].get(number, {}) for rank in range(count)]
         shape = first["shapes"].get(number)
         join = partial(_join, every, shape)

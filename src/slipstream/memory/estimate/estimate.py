@@ -209,7 +209,8 @@ def optimizer_bytes(optimizer: Optimizer) -> int:
             f"the state of {type(optimizer).__name__} cannot be computed on the meta device: "
             f"{error}; make one update, and add up the bytes of optimizer.state"
         ) from error
-    values = [value for state in meta_optimizer.state.values() for value in state.values()]
+    states = [state for state in meta_optimizer.state.values() if isinstance(state, dict)]
+    values = [value for state in states for value in state.values()]
     return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
 

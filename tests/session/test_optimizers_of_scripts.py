@@ -1,0 +1,125 @@
+"""Optimizers of other libraries, whose steps and states are not quite those of torch's own."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import MultiStepLR
+
+import slipstream
+from tests.harness.ranks import Ranks
+from tests.session.test_habits import batches, loss_of, model_of
+
+SHARDED = {"gradients": {"transport": {"kind": "sharded", "elementwise": True}}}
+
+
+class Clipped(torch.optim.Optimizer):
+    """As SophiaG: its step takes the size of the batch."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, bs: int = 5120) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_((p.grad * bs).clamp_(-1, 1), alpha=group["lr"])
+
+
+def with_an_argument(strategy: dict[str, Any] | None) -> torch.Tensor:
+    model = model_of()
+    optimizer = Clipped(model.parameters())
+    session = None
+    if strategy is not None:
+        session = slipstream.accelerate(model, optimizer, strategy=strategy)
+    for batch in batches():
+        if session is not None:
+            session.backward(loss_of(model, batch[dist.get_rank()]))
+        else:
+            torch.stack([loss_of(model, x) for x in batch]).mean().backward()
+        optimizer.step(bs=2)
+        optimizer.zero_grad()
+    if session is not None:
+        session.close()
+    return torch.cat([p.detach().view(-1) for p in model.parameters()])
+
+
+@pytest.mark.parametrize("strategy", [{}, SHARDED, {"compute": {"fuse_optimizer": "elementwise"}}])
+def test_a_step_takes_arguments_of_its_own(two: Ranks, strategy: dict[str, Any]) -> None:
+    expected = with_an_argument(None)
+    for found in two.run(with_an_argument, strategy):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+class Counted(torch.optim.Optimizer):
+    """As MADGRAD: its state has a number of steps that is of no parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.state["k"] = torch.tensor([0])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state["k"] += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                    p.sub_(mean.lerp_(p.grad, 0.1), alpha=group["lr"] / float(self.state["k"]))
+
+
+def counted(strategy: dict[str, Any], folder: str) -> None:
+    traced = {"trace": {"steps": 1, "skip": 0, "folder": folder}}
+    ends: list[torch.Tensor] = []
+    saved: Any = None
+    for resumed in (False, True):
+        model = model_of()
+        optimizer = Counted(model.parameters())
+        with slipstream.accelerate(model, optimizer, strategy=strategy | traced) as session:
+            for number, batch in enumerate(batches()):
+                if number < 2 and resumed:
+                    continue
+                if number == 2 and resumed:
+                    session.restore(saved)
+                elif number == 2:
+                    parts: list[Any] = [None] * session.world_size
+                    dist.all_gather_object(parts, session.checkpoint(sharded=True))
+                    session.restore(parts)
+                    saved = deepcopy(session.checkpoint())
+                session.backward(loss_of(model, batch[session.rank]))
+                session.step()
+        assert optimizer.state["k"] == 4
+        ends.append(torch.cat([p.detach().view(-1) for p in model.parameters()]))
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("strategy", [{}, SHARDED])
+def test_a_state_of_no_parameter_is_saved_and_restored(
+    two: Ranks, strategy: dict[str, Any], tmp_path: Path
+) -> None:
+    two.run(counted, strategy, str(tmp_path))
+
+
+def test_numbers_of_numpy_are_numbers_in_a_checkpoint(tmp_path: Path) -> None:
+    """As of a schedule that is an array, or of its milestones."""
+    rates = 0.1 * np.cos(np.arange(3))
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = MultiStepLR(optimizer, [*np.array([1, 2])])
+    saved = slipstream.Checkpoints(tmp_path / "run", also={"schedule": schedule})
+    with slipstream.accelerate(model, optimizer) as session:
+        for group in optimizer.param_groups:
+            group["lr"] = rates[1]
+        saved.save(session, wait=True)
+        torch.save(session.checkpoint(), tmp_path / "a.pt")
+        slipstream.write_checkpoint({"lr": rates[1]}, tmp_path / "b.pt")
+        session.restore(slipstream.read_checkpoint(tmp_path / "a.pt"))
+        assert slipstream.read_checkpoint(tmp_path / "b.pt") == {"lr": rates[1]}
+    assert optimizer.param_groups[0]["lr"] == rates[1]
