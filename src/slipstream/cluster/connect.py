@@ -319,8 +319,8 @@ def _rendezvous_advice(environment: Environment, timeout: timedelta, error: Exce
     if told and f"Unable to find address for: {told}" in str(error):
         names = ", ".join(name for _, name in socket.if_nameindex())
         return (
-            f"GLOO_SOCKET_IFNAME={told}: {environment.host} has no such network interface, or it has "
-            f"no address; unset the variable, or name one of {names}"
+            f"GLOO_SOCKET_IFNAME={told}: {environment.host} has no such network interface, or it "
+            f"has no address; unset the variable, or name one of {names}"
         )
     where = f"{environment.master_addr}:{environment.master_port}"
     text = (
