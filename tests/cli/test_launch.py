@@ -234,6 +234,7 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path, number: signal.Signals) -
         (["--nproc", "many", "script.py"], "--nproc 'many'"),
         (["--strategy", "wrong.yaml", "script.py"], "overlapp"),
         (["--log-dir", "script.py", "script.py"], "log folder"),
+        (["--islands", "2", "nowhere.py"], "'nowhere.py' does not exist"),
         (["--islands", "2", "--nproc", "2", "script.py"], "--islands with --nproc 2: an island"),
         (
             ["--islands", "2", "--node-rank", "0", "--rdzv-endpoint", "a:1", "script.py"],

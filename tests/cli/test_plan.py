@@ -134,11 +134,12 @@ def test_what_is_not_the_exchange_is_predicted_too(files, tmp_path) -> None:
         (["--cluster", "no-such.yaml"], "slipstream doctor network"),
         (["--rate", "fast"], "is not a link rate"),
         (["-o", "best.txt"], "must end in .yaml"),
-        (["-o", "no/such/folder.yaml"], "cannot be written"),
+        (["-o", "no/such/folder.yaml"], "cannot be written, as there is no folder no/such"),
         (
             ["--predicted", "no/such/trace.json"],
             "--predicted no/such/trace.json: cannot be written",
         ),
+        (["--predicted", "future.txt"], "--predicted future.txt: the file name must end in .json"),
         (["--trace", "foreign.json"], "gradients"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

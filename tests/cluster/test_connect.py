@@ -172,6 +172,16 @@ def test_a_failed_rendezvous_names_rank_address_and_what_to_check() -> None:
     assert not dist.is_initialized()
 
 
+def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none7")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    alone = Environment(source="torchrun", master_addr="127.0.0.1", master_port=port)
+    words = "^GLOO_SOCKET_IFNAME=none7: localhost has no such network interface.*one of .*lo"
+    with pytest.raises(ClusterError, match=words):
+        connect(alone, "cpu", timeout=timedelta(seconds=20))
+
+
 @pytest.mark.parametrize(("local_rank", "visible", "index"), [(0, 1, 0), (3, 8, 3), (3, 1, 0)])
 def test_a_rank_gets_the_gpu_of_its_local_rank_or_the_only_one(
     local_rank: int, visible: int, index: int

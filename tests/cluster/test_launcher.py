@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,10 @@ WRONG = {
     "node rank of one": ({"node_rank": 1}, "--node-rank 1 with --nnodes 1.*0..0"),
     "no port": (TWO_NODES | {"rdzv_endpoint": "node0"}, "'node0' is not HOST:PORT"),
     "no host": (TWO_NODES | {"rdzv_endpoint": ":29500"}, "':29500' is not HOST:PORT"),
+    "a URL": (
+        TWO_NODES | {"rdzv_endpoint": "tcp://node0:29500"},
+        "'tcp://node0:29500' is not HOST",
+    ),
     "port": (TWO_NODES | {"rdzv_endpoint": "node0:70000"}, "'node0:70000' is not HOST:PORT"),
     "fixed and restarted": (TWO_NODES | {"node_rank": 0, "max_restarts": 1}, "leave out one"),
     "no script": ({"script": "nowhere.py"}, "'nowhere.py' does not exist"),
@@ -157,3 +163,27 @@ def test_a_line_without_an_end_is_copied_and_not_kept(
     finally:
         tail.stop(failed=True)
     assert capsysbinary.readouterr().out == 100 * bar + b"\n[rank0]: Trace"
+
+
+def test_ranks_go_on_where_stdout_takes_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # as `| head` does
+    with os.fdopen(writer, "w") as nobody_reads:
+        monkeypatch.setattr(sys, "stdout", nobody_reads)
+        tail = _Tail(tmp_path / "rank0.log")
+        for line in (b"one\n", b"two\n"):
+            tail._take(line)
+        tail.stop(failed=False)
+    said = f"slipstream: stdout: Broken pipe: rank 0 goes on, and what it prints is in {tmp_path}"
+    assert capsys.readouterr().err == f"{said}/rank0.log\n"
+
+
+def test_nothing_is_copied_to_a_stdout_that_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    tail = _Tail(tmp_path / "rank0.log")
+    tail._take(b"one\n")
+    tail.stop(failed=False)

@@ -68,6 +68,12 @@ def test_one_process_writes_its_trace(tmp_path: Path, skip: int) -> None:
     assert {m.name for m in marks(trace.events)} == {"fp_start", "bp_end", "iteration_end"}
 
 
+def test_ranks_train_on_where_the_trace_cannot_be_written(two: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    written = two.run(traced, str(tmp_path / "file" / "traces"), 0, timeout=40)
+    assert written == [[False] * 5] * 2
+
+
 @pytest.mark.parametrize("skip", [0, 2])
 def test_all_ranks_write_one_trace(two: Ranks, tmp_path: Path, skip: int) -> None:
     first, _ = two.run(traced, str(tmp_path), skip, timeout=40)

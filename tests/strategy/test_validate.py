@@ -94,6 +94,17 @@ WRONG: list[tuple[object, list[str]]] = [
         _codec("foo"),
         ["codec.kind: got 'foo'; allowed: the kinds half, int8", "codec: {kind: half}"],
     ),
+    (
+        _codec("none"),
+        [
+            "codec.kind: got 'none'; did you mean null?",
+            "powersgd, by_name, adaptive or null; e.g. codec:",
+        ],
+    ),
+    (
+        {"local": 16},
+        ["local: got 16; allowed: a mapping with the settings auto", "offload or null"],
+    ),
     (_codec({"kind": "dgc", "density": 7}), ["density: got 7; allowed: a number > 0 and <= 1"]),
     (_codec({"kind": "int8", "blok": 3}), ["codec.blok: no such setting; did you mean 'block'?"]),
     (_codec({"kind": "by_name", "rules": []}), ["rules: got []; allowed: a non-empty list of map"]),
@@ -106,6 +117,11 @@ WRONG: list[tuple[object, list[str]]] = [
         ["memory.recompute: {'budget': 0.5, 'every': 1}: every and budget exclude each other"],
     ),
     ({"memory": {"recompute": {"budget_bytes": 2.5}}}, ["budget_bytes: got 2.5; allowed: a whole"]),
+    # checks
+    (
+        {"checks": {"timeout": "0s"}},
+        ["timeout: got 0.0; allowed: a number > 0 or text or null", "30s"],
+    ),
     # groups
     ({"gradients": 3}, ["gradients: got 3; allowed: a mapping with the settings split, overlap"]),
     ({"trace": None}, ["trace: got None; allowed: a mapping with the settings steps, skip"]),

@@ -7,7 +7,6 @@ collective begins that is waited for, and go on behind it: so what is hidden is 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import count
@@ -115,8 +114,7 @@ class FsdpTracer:
             trace = self.recorder.gather(self._control)
         if trace is not None and trace.events:
             path = Path(self._strategy.trace.folder) / "trace.json"
-            chrome.write(trace, path)
-            print(f"slipstream: trace written to {path}", file=sys.stderr)
+            chrome.leave(trace, path)
 
     def close(self) -> None:
         """Record nothing more, without a collective."""

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from slipstream.cli.ranks import slipstream, threads_per_rank
 from slipstream.cli.store import open_store
+from slipstream.cluster.launcher import LaunchSpec
 from slipstream.cluster.listen import TOKEN, new_token, run_token
 from slipstream.errors import LaunchError
 from slipstream.strategy import Strategy
@@ -121,8 +122,11 @@ def run_islands(
     """Open a store, start ``count`` jobs of ``words``, and wait for them.
 
     Raises:
-        LaunchError: the strategy says nowhere where they meet, or its port is taken.
+        LaunchError: there is no such script, or the strategy says nowhere where they meet, or its
+            port is taken.
     """
+    # the same checks as where ranks start
+    LaunchSpec(script=words[0], module=module, log_dir=log_dir, max_restarts=restarts)
     local = None if strategy is None else Strategy.load(strategy).local
     if local is None or local.rendezvous is None:
         raise LaunchError(

@@ -58,5 +58,8 @@ def check_writable(option: str, file: Path | None, suffixes: Collection[str] = (
         raise LaunchError(f"{option} {file}: the file name must end in {' or '.join(suffixes)}")
     # a file is replaced, so its folder must take another one; a device is written to
     place = file if file.exists() and not file.is_file() else file.parent
+    if not place.exists():
+        reason = f"cannot be written, as there is no folder {place}; make it"
+        raise LaunchError(f"{option} {file}: {reason}, or choose another place")
     if file.is_dir() or not os.access(place, os.W_OK):
         raise LaunchError(f"{option} {file}: cannot be written; choose another place")

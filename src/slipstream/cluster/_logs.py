@@ -136,7 +136,8 @@ class _Tail(threading.Thread):
     """Copies a growing file to stdout, byte for byte, until `stop`.
 
     A traceback waits for HELD_SECONDS: if the launch fails meanwhile, it is told which rank began
-    it, and one that follows from that, or is the same, would only hide it.
+    it, and one that follows from that, or is the same, would only hide it. Where stdout takes no
+    more, as behind ``| head``, the copy ends, and the ranks go on.
     """
 
     def __init__(self, path: Path) -> None:
@@ -180,5 +181,13 @@ class _Tail(threading.Thread):
         self._copy(held)
 
     def _copy(self, data: bytes) -> None:
-        sys.stdout.buffer.write(data)
-        sys.stdout.buffer.flush()
+        if sys.stdout is None:  # closed before this process began
+            return
+        try:
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
+        except OSError as error:
+            with open(os.devnull, "wb") as nowhere:  # what is left is not tried again at the end
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            said = f"{error.strerror}: rank 0 goes on, and what it prints is in {self._path}"
+            print(f"slipstream: stdout: {said}", file=sys.stderr)

@@ -315,6 +315,13 @@ def _keeper(environment: Environment) -> TCPStore | None:
 
 def _rendezvous_advice(environment: Environment, timeout: timedelta, error: Exception) -> str:
     """Which rank waited where and for how long, and what to check."""
+    told = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if told and f"Unable to find address for: {told}" in str(error):
+        names = ", ".join(name for _, name in socket.if_nameindex())
+        return (
+            f"GLOO_SOCKET_IFNAME={told}: {environment.host} has no such network interface, or it "
+            f"has no address; unset the variable, or name one of {names}"
+        )
     where = f"{environment.master_addr}:{environment.master_port}"
     text = (
         f"rank {environment.rank} of {environment.world_size} on {environment.host} could not join "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -113,7 +114,8 @@ class LaunchSpec:
 
 def _is_endpoint(text: str) -> bool:
     host, _, port = text.rpartition(":")
-    return bool(host) and port.isdecimal() and 0 < int(port) < 65536
+    is_host = re.fullmatch(r"[\w.:-]+|\[[\w.:]+\]", host) is not None  # no tcp://
+    return is_host and port.isdecimal() and 0 < int(port) < 65536
 
 
 @dataclass(frozen=True)

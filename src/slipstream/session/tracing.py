@@ -5,7 +5,6 @@ Exchanges are recorded by the channel, the wait for data by the loader.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -246,8 +245,7 @@ class SessionTracer:
         if trace is not None and trace.events:
             number = f"-{self._written}" if self._written > 1 else ""
             path = Path(self.strategy.trace.folder) / f"trace{number}.json"
-            chrome.write(trace, path)
-            print(f"slipstream: trace written to {path}", file=sys.stderr)
+            chrome.leave(trace, path)
 
     def drop(self) -> None:
         """Stop recording, without a collective."""

@@ -27,5 +27,6 @@ def _read(value: object) -> object:
     return value if seconds is None else seconds
 
 
-Duration = Annotated[float, Field(gt=0), BeforeValidator(_read, json_schema_input_type=float | str)]
+_Positive = Annotated[float, Field(gt=0)]
+Duration = Annotated[_Positive, BeforeValidator(_read, json_schema_input_type=_Positive | str)]
 """Seconds, more than 0: a number, or a time with its unit."""

@@ -64,6 +64,8 @@ def _line(model: type[BaseModel], problem: ErrorDetails) -> str:
         case "union_tag_invalid":
             tag = seen.get("kind") if isinstance(seen, Mapping) else problem["ctx"]["tag"]
             near = did_you_mean(tag, _inner(owner, field)) if isinstance(tag, str) else ""
+            if str(tag).lower() == "none" and _may_be_null(owner, field):
+                near = "; did you mean null?"
             place, said = f"{place}.kind", f"got {tag!r}{near}"
         case _:
             said = f"got {shown(seen)}"
@@ -99,6 +101,11 @@ def _is_list(owner: type[BaseModel], field: str) -> bool:
     return info is not None and get_origin(info.annotation) is tuple
 
 
+def _may_be_null(owner: type[BaseModel], field: str) -> bool:
+    info = owner.model_fields.get(field)
+    return info is not None and type(None) in _members(info.annotation)
+
+
 def _may_be_list(owner: type[BaseModel], field: str) -> bool:
     info = owner.model_fields.get(field)
     members = [] if info is None else _members(info.annotation)
@@ -132,11 +139,12 @@ def _allowed(owner: type[BaseModel], field: str) -> str:
     """The values that a field takes, with an example to copy."""
     inner = _inner(owner, field)
     group = next(iter(inner.values()), owner)
+    off = " or null" * _may_be_null(owner, field)
     if not field or (inner and not _kind(group)):
         what = "a non-empty list of mappings" if _is_list(owner, field) else "a mapping"
-        return f"{what} with the settings {', '.join(group.model_fields)}"
+        return f"{what} with the settings {', '.join(group.model_fields)}{off}"
     if inner:
-        return f"the kinds {', '.join(inner)}; e.g. {field}: {{kind: {next(iter(inner))}}}"
+        return f"the kinds {', '.join(inner)}{off}; e.g. {field}: {{kind: {next(iter(inner))}}}"
     info = owner.model_fields[field]
     words = _words(owner.model_json_schema()["properties"][field])
     if not info.examples and info.is_required():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import groupby
@@ -85,6 +86,16 @@ def write(trace: Trace, path: str | Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # mtime=0: equal traces make equal files
     write_whole(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+
+
+def leave(trace: Trace, path: Path) -> None:
+    """Write a trace beside the training that it is of, which goes on if that fails; say which."""
+    try:
+        write(trace, path)
+        said = f"trace written to {path}"
+    except OSError as error:
+        said = f"the trace cannot be written to {path}: {error.strerror}; set trace.folder"
+    print(f"slipstream: {said}", file=sys.stderr)
 
 
 def read(path: str | Path) -> Trace:
