@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import subprocess
 import threading
 import time
 from contextlib import nullcontext
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import DataLoader, Dataset
 
 from slipstream.checkpoint import Checkpoints, stopping
 from slipstream.errors import UsageError
 from tests.harness.counters import collectives
 from tests.harness.ranks import RankFailure, Ranks
-from tests.session.training import BATCH, opened, update
+from tests.harness.scripts import Script
+from tests.session.training import opened, update
 
 
 def stopped(folder: str, victim: int, at: int = 5) -> tuple[Any, int, list[int]]:
@@ -140,52 +136,49 @@ def test_only_the_main_thread_gets_signals() -> None:
     assert "on_signal outside the main thread" in str(errors[0])
 
 
-class Slow(Dataset[torch.Tensor]):
-    """A worker is always on its way."""
+WITH_WORKERS = """
+import os, signal, sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+import slipstream
+from slipstream.checkpoint import Checkpoints
 
-    def __len__(self) -> int:
-        return 8
+os.setpgid(0, 0)  # as launchers start ranks
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10**6
+
+    def __getitem__(self, index):
         time.sleep(0.01)
-        return BATCH
+        return torch.ones(2)
 
 
-def children() -> set[BaseProcess]:
-    return {*multiprocessing.active_children()}
-
-
-def signalled_as_a_group(saved: Checkpoints) -> None:
-    """The workers of the loader get the signal, as its rank does some updates later."""
-    before = children()
-    with opened({}, DataLoader(Slow(), None, num_workers=2)) as session:
-        saved.restore(session)
-        for number, batch in enumerate(session.loader):
-            session.backward(session.model(batch).square().mean())
-            session.step()
-            if number == 1:
-                workers = [str(child.pid) for child in children() - before]
-                assert len(workers) == 2
-                subprocess.run(["kill", "-TERM", *workers], check=True)
-            if number == 5:  # their batches came
-                os.kill(os.getpid(), signal.SIGTERM)
-            saved.step(session, every=10**6)
+model = nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(Slow(), batch_size=2, num_workers=2)
+with slipstream.accelerate(model, optimizer, loader) as session:
+    saved = Checkpoints(sys.argv[1], on_signal=[signal.SIGTERM])
+    saved.restore(session)
+    for batch in session.loader:
+        session.backward(session.model(batch).square().mean())
+        session.step()
+        print("update", session.updates, flush=True)
+        saved.step(session, every=10**6)
+"""
 
 
 def test_workers_outlive_a_signal_to_the_process_group(tmp_path: Path) -> None:
-    saved = Checkpoints(tmp_path, on_signal=(signal.SIGTERM,))
-    with pytest.raises(SystemExit) as end:
-        signalled_as_a_group(saved)
-    assert end.value.code == 143
-    assert [path.name for path in saved.paths] == ["update-00000006"]
-
-
-def test_a_worker_that_its_rank_ends_ends(tmp_path: Path) -> None:
-    with opened({}, DataLoader(Slow(), None, num_workers=1)) as session:
-        Checkpoints(tmp_path, on_signal=(signal.SIGTERM,)).restore(session)
-        before, passed = children(), iter(session.loader)
-        next(passed)
-        (worker,) = children() - before
-        worker.terminate()
-        worker.join(20)
-        assert worker.exitcode == 0
+    path, log = tmp_path / "train.py", tmp_path / "log"
+    path.write_text(WITH_WORKERS)
+    script = Script(path, str(tmp_path / "saved"), log=log)
+    until = time.monotonic() + 60
+    while not (log.exists() and "update 3" in log.read_text()):
+        assert time.monotonic() < until, log.read_text()
+        time.sleep(0.05)
+    os.killpg(script.pid, signal.SIGTERM)
+    assert script.wait(60) == 143, log.read_text()
+    assert "is killed by signal" not in log.read_text()
+    assert len([*(tmp_path / "saved").glob("update-*")]) == 1

@@ -3,30 +3,31 @@
 The handler only notes the signal. About every second, at an update that all ranks know, they begin
 to compare whether one has got it; the answer is taken an update later, so nobody waits for it.
 
-Launchers signal a rank's whole process group, in which workers of its ``DataLoader`` are. They
-outlive that: the rank needs their batches until it stops.
+Launchers signal a rank's whole process group, in which workers of its ``DataLoader`` are. Those
+that are forked meanwhile have groups of their own: the rank needs their batches until it stops.
+(Where it is killed, they end by themselves, within seconds, as torch's workers do.)
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from types import FrameType
 from typing import Any, TypeGuard
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch.utils.data._utils import signal_handling
+from torch.utils.data import dataloader
 
 from slipstream.errors import UsageError
 from slipstream.strategy import Row
 from slipstream.transport.consistency import collective_errors, maximum_later
 
-_TORCH: Any = signal_handling
 SECONDS = 1.0
 """From one comparison to the next, about."""
 LONGEST = 1000
@@ -48,7 +49,6 @@ class StopSignals:
         self._asked: tuple[torch.Tensor, dist.Work | None] | None = None
         self._left = 0  # updates until the next comparison
         self._interval, self._since = 1, 0.0
-        self._set_handlers: Callable[[], None] | None = None  # torch's, of a worker
 
     @property
     def wanted(self) -> bool:
@@ -74,8 +74,8 @@ class StopSignals:
         self._since = time.monotonic()
         for number in self._numbers:
             self._before[number] = signal.signal(number, self._note)
-        self._set_handlers = _TORCH._set_worker_signal_handlers
-        _TORCH._set_worker_signal_handlers = partial(_outlive, {*self._numbers}, self._set_handlers)
+        if self._numbers:
+            _installed.add(self)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._got = number
@@ -140,9 +140,7 @@ class StopSignals:
     def abandon(self) -> None:
         """As `close`, after an error: other ranks may not answer."""
         self._asked = self._group = None
-        if self._set_handlers is not None:
-            _TORCH._set_worker_signal_handlers = self._set_handlers
-            self._set_handlers = None
+        _installed.discard(self)
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_DFL if before is None else before)
             if number == self._got and _is_of_the_script(before):
@@ -150,18 +148,21 @@ class StopSignals:
         self._before.clear()
 
 
-def _outlive(numbers: set[int], set_handlers: Callable[[], None]) -> None:
-    """Let a worker of a ``DataLoader``, which begins with this, be ended by these signals only
-    where its rank sends them, as torch does at the end."""
-    set_handlers()
-    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    threading.Thread(target=_end_with, args=(os.getppid(), numbers), daemon=True).start()
+_installed: WeakSet[StopSignals] = WeakSet()
 
 
-def _end_with(rank: int, numbers: set[int]) -> None:
-    while signal.sigwaitinfo(numbers).si_pid != rank:
-        pass
-    os._exit(0)
+def _leave_group() -> None:
+    """Give the worker that a ``DataLoader`` has just forked a process group of its own."""
+    frame: FrameType | None = sys._getframe() if _installed else None
+    while frame is not None:
+        if frame.f_code.co_filename == dataloader.__file__:
+            os.setpgid(0, 0)
+            _installed.clear()  # what the worker forks itself is in its group
+            return
+        frame = frame.f_back
+
+
+os.register_at_fork(after_in_child=_leave_group)
 
 
 def _is_of_the_script(handler: Any) -> TypeGuard[Callable[[int, FrameType | None], Any]]:
