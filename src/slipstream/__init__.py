@@ -7,6 +7,7 @@ not import torch.
 from __future__ import annotations
 
 import random
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -60,6 +61,8 @@ def __getattr__(name: str) -> object:
 def _imported(module: str) -> ModuleType:
     """Import a module beside the random numbers of the script: some that it imports draw from them
     when they are loaded (rich), on those ranks alone that have not loaded them yet."""
+    if module in sys.modules:
+        return sys.modules[module]
     before = random.getstate()
     try:
         return import_module(module)

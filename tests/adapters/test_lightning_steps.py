@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,11 @@ def types_in_marked_method(folder: Path) -> set[torch.dtype]:
     script.model.mark_forward_method("loss_of")
     script.loss = lambda batch: script.model.loss_of(*batch)  # type: ignore[method-assign]
     script.epoch().end()
-    return model.seen
+    seen = {*model.seen}
+    script.model.loss_of(torch.ones(2, 8), torch.ones(2, 1))
+    for _ in range(sys.getrecursionlimit()):  # no call wraps the one before
+        script.model(torch.ones(2, 8))
+    return seen
 
 
 def test_a_method_that_is_marked_as_forward_runs_in_autocast(two: Ranks, tmp_path: Path) -> None:

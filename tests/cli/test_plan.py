@@ -139,7 +139,7 @@ def test_what_is_not_the_exchange_is_predicted_too(files, tmp_path) -> None:
             ["--predicted", "no/such/trace.json"],
             "--predicted no/such/trace.json: cannot be written",
         ),
-        (["--predicted", "future.txt"], "--predicted future.txt: the file name must end in .json"),
+        (["--predicted", "best.gz"], "the name must end in .json or .json.gz"),
         (["--trace", "foreign.json"], "gradients"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

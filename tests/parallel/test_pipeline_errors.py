@@ -138,27 +138,3 @@ def test_an_error_in_a_stage_blocks_no_rank(two, schedule, where) -> None:
     assert errors[0].__notes__ == ["(rank 0: stage 0 in the forward of micro-batch 0)"]
     assert isinstance(errors[1], ExchangeError)
     assert "rank 1, which runs stages [1], cannot continue" in str(errors[1])
-
-
-class Shared(nn.Module):
-    """Its embedding is the weight of a module behind the cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = (nn.Linear(3, 3) for _ in range(3))
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        x = F.embedding(words, self.head.weight)
-        return self.head(self.second(self.first(x)))
-
-
-def uses_a_later_parameter() -> None:
-    pipeline = Pipeline(Shared(), cut=["second"], micro_batches=2)
-    words = torch.ones(4, dtype=torch.int64)
-    pipeline.forward_backward(F.cross_entropy, (words,), target=words)
-
-
-def test_a_parameter_of_a_later_stage_is_no_nan_of_the_loss(two) -> None:
-    for error in two.fail(uses_a_later_parameter).values():
-        assert isinstance(error, ModelError)
-        assert "a parameter of a module after 'second' is used before it" in str(error)

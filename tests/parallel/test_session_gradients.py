@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -137,7 +138,7 @@ def test_an_overflow_in_one_shard_skips_the_update_of_all(four: Ranks, codec) ->
     four.run(overflows_together, codec)
 
 
-def a_scaler_sees_it_everywhere() -> None:
+def a_scaler_sees_it_everywhere(accumulate: int = 1) -> None:
     """A gradient overflows in one share alone: the scaler of each rank backs off."""
     torch.manual_seed(0)
     model = CASES["gpt2"].build()
@@ -147,9 +148,12 @@ def a_scaler_sees_it_everywhere() -> None:
     with slipstream.accelerate(model, optimizer, strategy=TENSOR) as session:
         for number in range(3):
             infinite = number == 1 and dist.get_rank() == 1
-            handle = weight.register_hook(lambda g, by=float("inf") if infinite else 1.0: g * by)
-            session.backward(scaler.scale(session.model(*CASES["gpt2"].batch(number))))
-            handle.remove()
+            for micro in range(1, accumulate + 1):
+                by = float("inf") if infinite else 1.0
+                handle = weight.register_hook(lambda g, by=by: g * by)
+                with session.no_sync() if micro < accumulate else nullcontext():
+                    session.backward(scaler.scale(session.model(*CASES["gpt2"].batch(number))))
+                handle.remove()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -162,5 +166,6 @@ def test_a_scaler_backs_off_on_all_ranks(two: Ranks) -> None:
     two.run(a_scaler_sees_it_everywhere)
 
 
-def test_a_scaler_backs_off_on_all_replicas(four: Ranks) -> None:
-    four.run(a_scaler_sees_it_everywhere)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_scaler_backs_off_on_all_replicas(four: Ranks, accumulate: int) -> None:
+    four.run(a_scaler_sees_it_everywhere, accumulate)

@@ -14,6 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim import SGD
 
 import slipstream
@@ -817,6 +821,16 @@ def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
     model = model_of()
     with pytest.raises(ModelError, match=r"LBFGS\.step\(\) needs a closure"):
         slipstream.accelerate(model, torch.optim.LBFGS(model.parameters()))
+
+
+@pytest.mark.parametrize("optimizer", [SGD, torch.optim.AdamW])
+def test_a_state_that_torch_lets_an_optimizer_make_is_no_update(optimizer: Any) -> None:
+    model = model_of()
+    own = optimizer(model.parameters(), lr=0.1)
+    with slipstream.accelerate(model, own) as session:
+        state = get_optimizer_state_dict(model, own)
+        set_optimizer_state_dict(model, own, state)
+        assert session.updates == 0
 
 
 def test_a_state_of_another_model_is_refused() -> None:

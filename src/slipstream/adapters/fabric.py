@@ -20,6 +20,7 @@ from slipstream.adapters.opening import (
 from slipstream.errors import UsageError
 from slipstream.precision.float_modules import WrappedForward
 from slipstream.session.session import Session
+from slipstream.strategy import HalfWeightsConfig
 
 
 class FabricStrategy(DDPStrategy):
@@ -64,6 +65,7 @@ class FabricStrategy(DDPStrategy):
         self.session: Session[Any, Any] | None = None
         self._given = strategy
         self._set_up: list[_InPlaceOfDdp] = []
+        self._opened_with: _InPlaceOfDdp | None = None
         self._backward_sync_control = _NoSync(self)
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]  # not DDP
@@ -92,7 +94,10 @@ class FabricStrategy(DDPStrategy):
             scaler=getattr(self.precision, "scaler", None),
         )
         forward = vars(own[-1].module).get("forward")
-        own[-1].wrapped = forward if isinstance(forward, WrappedForward) else None
+        half = isinstance(self.session.strategy.precision, HalfWeightsConfig)
+        if isinstance(forward, WrappedForward) and not half:  # it casts what enters forward() alone
+            own[-1].wrapped = forward
+        self._opened_with = own[-1]
         return optimizer
 
     def backward(
@@ -156,6 +161,8 @@ class FabricStrategy(DDPStrategy):
         """Close the session, on all ranks, before the process group ends: under ``local`` the model
         is then the mean of all ranks'. ``setup()`` may open another afterwards."""
         session, self.session = self.session, None
+        if self._opened_with is not None:
+            self._opened_with.wrapped = self._opened_with = None
         if session is not None:
             session.close()
 
@@ -188,7 +195,7 @@ class _InPlaceOfDdp(nn.Module):
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         marked = vars(self.module).get("forward")
-        if self.wrapped is None or marked is self.wrapped or marked is None:
+        if self.wrapped is None or getattr(marked, "__name__", "") != "wrapped_forward":
             return self.module(*arguments, **named)
         vars(self.module)["forward"] = self.wrapped  # Fabric has put the method in place of it
         with self.wrapped.running(marked):

@@ -133,11 +133,11 @@ class SessionStrategy(DDPStrategy):
         if precision is not None and precision.kind == "half_weights":
             # Its hooks cast inputs: those of forward(), not the targets of a step.
             return super().training_step(*arguments, **named)
-        wrapped = vars(self._module).get("forward")
-        if isinstance(wrapped, WrappedForward):  # which Lightning would put the step in place of
-            with wrapped.running(self._module.training_step):
-                return self._module(*arguments, **named)
         with self.precision_plugin.train_step_context():
+            wrapped = vars(self._module).get("forward")
+            if isinstance(wrapped, WrappedForward):  # Lightning would put the step in place of it
+                with wrapped.running(self._module.training_step):
+                    return self._module(*arguments, **named)
             return self._forward_redirection(
                 self._module, self._module, "training_step", *arguments, **named
             )
@@ -199,7 +199,8 @@ class SessionStrategy(DDPStrategy):
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         # another one: a callback has set up optimizers anew
-        if self.session is None or optimizer is not self.session.optimizer:
+        bare = getattr(optimizer, "_optimizer", optimizer)
+        if self.session is None or bare is not self.session.optimizer:
             state: dict[str, Any] = super().optimizer_state(optimizer)
             return state
         return dict(self.session.checkpoint("optimizer")["optimizer"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import CONFIG_NAME
 
@@ -95,15 +96,18 @@ class SessionTrainer(transformers.Trainer):
         alone = session is not None and session.strategy.local is not None  # no masters elsewhere
         if state_dict is None and self.model is not None and (self.args.should_save or not alone):
             state_dict = self.accelerator.get_state_dict(self.model)
-        values = [] if state_dict is None else [*state_dict.values()]  # saving takes them out
-        super()._save(output_dir, state_dict)
         masters = session is not None and isinstance(session.strategy.precision, HalfWeightsConfig)
+        types = (v.dtype for v in (state_dict or {}).values() if v.is_floating_point())
+        saved_type = next(types, None) if masters else None
+        super()._save(output_dir, state_dict)
+        bare: Any = self.model and self.accelerator.unwrap_model(self.model)
         file = Path(output_dir or self.args.output_dir or ".", CONFIG_NAME)
-        if masters and self.args.should_save and file.is_file():
+        written = self.args.should_save and file.is_file()
+        if saved_type is not None and written and isinstance(bare, PreTrainedModel):
             # transformers has written the type of the 16-bit weights there, and would read in it
-            model: Any = self.model
-            model.config.dtype = next(v.dtype for v in values if v.is_floating_point())
-            model.config.save_pretrained(file.parent)
+            computed_type, bare.config.dtype = bare.config.dtype, saved_type
+            bare.config.save_pretrained(file.parent)
+            bare.config.dtype = computed_type
 
     def _load_best_model(self) -> None:
         """Close the session before: its last meetings are not of the model that is loaded."""

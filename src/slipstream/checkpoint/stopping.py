@@ -155,7 +155,8 @@ def _leave_group() -> None:
     """Give the worker that a ``DataLoader`` has just forked a process group of its own."""
     frame: FrameType | None = sys._getframe() if _installed else None
     while frame is not None:
-        if frame.f_code.co_filename == dataloader.__file__:
+        made = frame.f_locals.get("self") if frame.f_code.co_name == "__init__" else None
+        if isinstance(made, dataloader._BaseDataLoaderIter):  # torchdata's, too
             os.setpgid(0, 0)
             _installed.clear()  # what the worker forks itself is in its group
             return

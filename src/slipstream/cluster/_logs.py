@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -186,8 +187,12 @@ class _Tail(threading.Thread):
         try:
             sys.stdout.buffer.write(data)
             sys.stdout.buffer.flush()
+        except BlockingIOError as error:  # a parent made it so
+            os.set_blocking(sys.stdout.fileno(), True)
+            self._copy(data[error.characters_written :])
         except OSError as error:
             with open(os.devnull, "wb") as nowhere:  # what is left is not tried again at the end
                 os.dup2(nowhere.fileno(), sys.stdout.fileno())
             said = f"{error.strerror}: rank 0 goes on, and what it prints is in {self._path}"
-            print(f"slipstream: stdout: {said}", file=sys.stderr)
+            with suppress(OSError, ValueError):  # stderr may be the same pipe
+                print(f"slipstream: stdout: {said}", file=sys.stderr, flush=True)

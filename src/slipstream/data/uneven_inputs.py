@@ -252,6 +252,7 @@ class UnevenInputLoader:
             self._on_start()
         if self._over is not None and self._over != epoch_of(self._loader):
             self._begin_anew()
+        begun.epoch = epoch_of(self._loader)  # before iterating, at which a sampler may count
         goes_on, again = self._skip > 0, self._draw
         begun.drawn_with = pass_random.states(self._loader) if again is None else again
         with pass_random.drawn_with(self._loader, begun.drawn_with, again=again is not None):
@@ -305,7 +306,7 @@ class _Pass(Iterator[Any]):
             raise StopIteration
         if self._batches is None:
             self._batches, self._agreement = loader._begin(self)
-            self._length, self.epoch = certain_length(loader._loader), epoch_of(loader._loader)
+            self._length = certain_length(loader._loader)
         else:  # whatever was restored meanwhile
             loader._begin_anew()
         loader._pass = ref(self)

@@ -240,10 +240,13 @@ class Meeting:
         """Take what all share of buffers, after a delay; but of one that all ranks had alike when
         it was sent, as a counter, what this rank has by now."""
         shared, sent = self.buffers, flight.own_buffers[: len(self.buffers)]
-        near = 4 * torch.finfo(sent.dtype).eps * sent.abs()  # means round
+        rounds = 4 + self._island.islands.count  # as a mean of so many does
+        near = rounds * torch.finfo(sent.dtype).eps * sent.abs()
         alike = ((sent - shared).abs() <= near) | _same(sent, shared)
-        parts = [flat.split(self._lengths) for flat in (alike, self.read_buffers(), shared)]
-        kept = [own if same.all() else common for same, own, common in zip(*parts, strict=True)]
+        each = [same.all() for same in alike.split(self._lengths)]
+        goes_on = torch.stack(each).tolist() if each else []  # one wait for a device
+        parts = [flat.split(self._lengths) for flat in (self.read_buffers(), shared)]
+        kept = [own if on else common for on, own, common in zip(goes_on, *parts, strict=True)]
         return torch.cat([shared[:0], *kept])
 
     # A meeting.

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.nn import Module
 from torch.optim import Optimizer
 
 _WRAPPER = Optimizer.profile_hook_step(Optimizer.step).__code__
@@ -27,8 +28,8 @@ def closure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., 
         >>> closure_of(("optimizer",), {"bs": 4096}) is None
         True
     """
-    given = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    return given if callable(given) else None
+    given = (*args[1:], *kwargs.values())
+    return next((one for one in given if callable(one) and not isinstance(one, Module)), None)
 
 
 def is_nested(optimizer: Optimizer) -> bool:

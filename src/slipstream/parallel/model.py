@@ -198,12 +198,16 @@ class ModelParallel(WholeModel):
             rows.append(Row("stages", f"begin at {paths}", "the first one with the model"))
         return rows
 
-    def _local_entries(self, state: Mapping[str, Any]) -> dict[int, Any]:
-        """Select the entries of an optimizer's state for parameters that this rank has, by
-        index."""
+    def _local_entries(self, state: Mapping[str, Any]) -> dict[Any, Any]:
+        """Select the entries of an optimizer's state for parameters that this rank has, by index,
+        and those of no parameter."""
         names = {p: name for name, p in self._model.named_parameters()}
         order = [names[p] for group in self._optimizer.param_groups for p in group["params"]]
-        return {i: entry for i, entry in state["state"].items() if self.is_local(order[i])}
+        return {
+            index: entry
+            for index, entry in state["state"].items()
+            if not isinstance(index, int) or self.is_local(order[index])
+        }
 
     def _counts_in_norm(self, name: str) -> bool:
         """Whether this rank's gradient counts in a norm: of replicas the first one does."""

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from slipstream.errors import StrategyError
@@ -133,9 +134,12 @@ class WrappedForward(Attached):
             return forward(*args, **kwargs)
 
         self.replaced = once
+        caches = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # a step may update the weights in between
         try:
             yield
         finally:
+            torch.set_autocast_cache_enabled(caches)
             self.replaced = own
 
     def remove(self) -> None:

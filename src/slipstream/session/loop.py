@@ -249,13 +249,15 @@ class TrainingLoop:
             self.proof.begin(self.steps)
         self.engine.begin(exchange=exchange, scale=self.window.scale, loss_scale=loss_scale)
         self._exchanged = False  # from here on averages may be mixed with gradients of this rank
+        self._nonfinite_here = None
         try:
             run(dummy_batch)
             self.tracer.backward_ends()
             began = time.perf_counter()
             self.engine.end()
             self.progress.waited += time.perf_counter() - began
-            self._show_nonfinite()
+            if exchange:
+                self._show_nonfinite()
             if exchange and self._without_batch:
                 self._zero()
             if not graph_waits or len(self._meetings_due) > 1:  # not for ever
@@ -281,12 +283,12 @@ class TrainingLoop:
     def _show_nonfinite(self) -> None:
         """Let each rank that shares the model see that gradients of one are not finite: a scaler of
         the script looks at those of its rank, and all must skip the update."""
-        self._nonfinite_here = None
         if self.dims.mesh.model_parallel == 1 or not self.engine.nonfinite:
             return
+        if self.momentum_correction.momenta:  # which refuses scalers of the script
+            return
         self._nonfinite_here = self.engine.nonfinite_here()
-        averages = self.engine.averages(self._parameters)
-        for gradient in averages[:1] if all_finite(averages) else ():
+        for gradient in self.engine.averages(self._parameters):  # each optimizer's scale looks
             (gradient._values() if gradient.is_sparse else gradient).fill_(torch.nan)
 
     @property
@@ -498,14 +500,23 @@ class TrainingLoop:
         if closure is not None:
             raise messages.step_by_closure()
         if not self._backward_done and not self.window_open:
-            groups = self.optimizer.param_groups
-            self._by_own = any(p.grad is not None for group in groups for p in group["params"])
+            self._by_own = self._has_own_gradients()
             if self._by_own and self.local is not None:
+                self.local.check_outside("step")
                 self.local.check()
             return
         if not self.update_due:
             raise messages.step_by_hand_inside(self._window)
         self._by_hand = self._begin_update()
+
+    def _has_own_gradients(self) -> bool:
+        """Whether the script has set gradients; not those of zero, at a rate of zero, by which
+        torch.distributed.checkpoint lets an optimizer make its state."""
+        groups = self.optimizer.param_groups
+        held = [p for group in groups for p in group["params"]]
+        if all(p.grad is None for p in held):
+            return False
+        return any(group.get("lr") != 0 for group in groups) or not all(map(is_zero, held))
 
     def _step_ends(self) -> None:
         if self.local is not None and self._collectives != collectives_so_far():
@@ -533,6 +544,8 @@ class TrainingLoop:
         if self.local is not None:
             self._meetings_due.append(True)
             self._meet()
+        if self.proof is not None:
+            self.proof.updated_by_own(self.steps)
 
     def _other_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Another optimizer of the script steps: right for parameters of this model only where

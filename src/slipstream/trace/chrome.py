@@ -65,10 +65,7 @@ def write(trace: Trace, path: str | Path) -> None:
         True
     """
     path = Path(path)
-    if not path.name.endswith((".json", ".json.gz")):
-        raise TraceError(
-            f"a trace cannot be written to {path}: the name must end in .json or .json.gz."
-        )
+    check_name(path)
     rows = _rows(trace.events)
     points = [(mark, (mark.rank, _ROWS.index("marks"), 0)) for mark in marks(trace.events)]
     tids = _tids({*rows, *(row for _, row in points)})
@@ -199,6 +196,18 @@ def _slice(event: Event, tid: int) -> _Json:
         args["ready"] = _ns(args["ready"]) / 1000
     times = {"ts": start / 1000, "dur": (end - start) / 1000}
     return _entry("X", event.name, event.rank, tid, **times, args=args)
+
+
+def check_name(path: Path) -> None:
+    """Refuse a name that is no trace's.
+
+    Raises:
+        TraceError: says how it must end.
+    """
+    if not path.name.endswith((".json", ".json.gz")):
+        raise TraceError(
+            f"a trace cannot be written to {path}: the name must end in .json or .json.gz."
+        )
 
 
 def _entry(kind: str, name: str, rank: int, tid: int, **more: Any) -> _Json:

@@ -109,7 +109,9 @@ def plan(
     context = "--trace and --cluster, which predict times; add --memory to find the largest batch"
     _refuse(context, model=model, length=length, optimizer=optimizer, dtype=dtype)
     check_writable("--output", output, SUFFIXES)
-    check_writable("--predicted", predicted, (".json", ".gz"))
+    check_writable("--predicted", predicted)
+    if predicted is not None:
+        chrome.check_name(predicted)
     known = read_goal(to_loss, for_time, losses, exact_only=exact_only)
     if known is not None:
         context = "--to-loss or --for: other ranks have another batch, so other losses"

@@ -23,8 +23,8 @@ class SplitPoints:
         paths: modules at which stages 1, 2, ... begin.
         spans: by path of a module, its first and last stage. They differ only for a module around a
             split point: its forward runs on each of its stages.
-        stateful: paths of modules that hold a parameter or a buffer, at any depth; but for buffers
-            that no state has, such as frequencies of rotary positions: every rank has them.
+        stateful: paths of modules that hold, at any depth, a parameter or a buffer of
+            ``state_dict()``; buffers that are not saved (rotary frequencies) are on every rank.
         containers: paths of modules that only hold other modules, which the model may call itself.
     """
 

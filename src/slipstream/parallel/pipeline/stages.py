@@ -119,8 +119,6 @@ class Stages:
         recorded: Returned = {}
         run = _Run(stage, received, stage == 0, recorded=recorded)
         result = self._forward(run, batch, returned)
-        if stage == 0 and self.split_points.paths and has_nan(result):
-            self._check_first(batch)
         if stage > 0 and has_nan(result) and not has_nan(received):
             raise ModelError(
                 f"NaN comes out of stage {stage}: either a value (or a parameter) from before "
@@ -129,20 +127,6 @@ class Stages:
                 "at its parameters, and at rows that are masked wholly)"
             )
         return result, recorded
-
-    def _check_first(self, batch: MicroBatch) -> None:
-        """NaN came out of the first stage; refuse it if none went in.
-
-        Raises:
-            ModelError: says what may be wrong.
-        """
-        if not has_nan([batch.args, batch.kwargs]):
-            raise ModelError(
-                "NaN comes out of stage 0: either a parameter of a module after "
-                f"{self.split_points.paths[0]!r} is used before it (register that module first, or "
-                "make the module that uses the parameter share it), or the model itself computes "
-                "NaN there (look at its parameters, and at rows that are masked wholly)"
-            )
 
     def _forward(self, run: _Run, batch: MicroBatch, returned: Returned) -> Any:
         paths = self.split_points.paths
@@ -192,7 +176,7 @@ class Stages:
             if run.entered:
                 if path in self.split_points.stateful:
                     raise self._out_of_order(path, run.stage, "before", "runs after")
-                return module(*args, **kwargs)
+                return self._call_outside(path, run.stage, "before", module, args, kwargs)
             number = run.calls[path]
             run.calls[path] += 1
             if number >= len(returned):
@@ -211,9 +195,20 @@ class Stages:
         def override(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if path in self.split_points.stateful:
                 raise self._out_of_order(path, run.stage + 1, "after", "runs before")
-            return module(*args, **kwargs)
+            return self._call_outside(path, run.stage + 1, "after", module, args, kwargs)
 
         return override
+
+    def _call_outside(
+        self, path: str, stage: int, registered: str, module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        """Call a module on stages other than its own, which must not change what it keeps."""
+        before = [buffer._version for buffer in module.buffers()]
+        result = module(*args, **kwargs)
+        if before != [buffer._version for buffer in module.buffers()]:
+            runs = "changes its buffers " + ("after" if registered == "before" else "before")
+            raise self._out_of_order(path, stage, registered, runs)
+        return result
 
     def _out_of_order(self, path: str, stage: int, registered: str, runs: str) -> ModelError:
         split_point = self.split_points.paths[stage - 1]

@@ -233,6 +233,9 @@ class SplitLayers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         changed = {}
         for index, values in state["state"].items():
+            if not isinstance(index, int):  # of no parameter
+                changed[index] = values
+                continue
             name, shape = names.get(parameters[index], ""), parameters[index].shape
             if name in self.shards and not is_local:
                 shape = self.shards[name].resized(shape, self.shards[name].length)
