@@ -1,4 +1,4 @@
-"""Ranks for the tests that ask for them, started once a worker; and what tests leave."""
+"""Ranks for the files of tests that ask for them, started once a file; and what tests leave."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import pytest
 from tests.harness.ranks import Ranks
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
     with Ranks(2) as ranks:
         yield ranks
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def three() -> Iterator[Ranks]:
     with Ranks(3) as ranks:
         yield ranks
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def four() -> Iterator[Ranks]:
     with Ranks(4) as ranks:
         yield ranks

@@ -116,9 +116,10 @@ def trained(server: bool) -> torch.Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def test_a_parameter_server_trains_as_data_parallel_ranks_do(two: Ranks) -> None:
-    served, parallel = (two.run(trained, server)[0] for server in (True, False))
-    untrained = nn.utils.parameters_to_vector(models.resnet_small(num_labels=10).parameters())
+def test_a_parameter_server_trains_as_data_parallel_ranks_do() -> None:
+    with Ranks(2) as team:
+        served, parallel = (team.run(trained, server)[0] for server in (True, False))
+        untrained = nn.utils.parameters_to_vector(models.resnet_small(num_labels=10).parameters())
     torch.testing.assert_close(served, parallel, rtol=1e-6, atol=1e-7)
     assert (served - untrained).abs().max() > 1e-3
 
@@ -141,9 +142,10 @@ def staged() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return losses, [p.detach() for p in stage.parameters()]
 
 
-@pytest.mark.parametrize("ranks", ["two", "three"])
-def test_a_pipeline_trains_as_one_process_does(ranks: str, request: pytest.FixtureRequest) -> None:
-    parts = request.getfixturevalue(ranks).run(staged)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_pipeline_trains_as_one_process_does(ranks: int) -> None:
+    with Ranks(ranks) as team:
+        parts = team.run(staged)
     losses, parameters = staged()
     assert all(own == parts[0][0] for own, _ in parts)
     torch.testing.assert_close(parts[0][0], losses, rtol=1e-5, atol=0)  # losses travel as float32

@@ -85,12 +85,11 @@ def values(state: Any) -> list[torch.Tensor]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", [{}, {"gradients": {"transport": "sharded", "codec": "int8"}}])
-def test_other_numbers_of_ranks_take_it(
-    strategy: Any, two: Ranks, three: Ranks, tmp_path: Path
-) -> None:
+def test_other_numbers_of_ranks_take_it(strategy: Any, two: Ranks, tmp_path: Path) -> None:
     (start, expected, updates), _ = two.run(saved_by, str(tmp_path), strategy)
     assert (start, updates) == (0, 3)
-    of_three = three.run(restored, str(tmp_path), strategy)
+    with Ranks(3) as three:
+        of_three = three.run(restored, str(tmp_path), strategy)
     for start, state, updates in (restored(str(tmp_path), strategy), *of_three):
         assert (start, updates) == (3, 3)
         assert all(map(torch.equal, values(state), values(expected)))

@@ -59,8 +59,9 @@ def trained() -> tuple[bool, str]:
     return dist.is_initialized() and dist.group.WORLD is group, printed.getvalue()
 
 
-def test_a_loop_of_ray_train_trains_in_the_group_that_is_there(two: Ranks) -> None:
-    (kept, said), (kept_too, silent) = two.run(trained)
+def test_a_loop_of_ray_train_trains_in_the_group_that_is_there() -> None:
+    with Ranks(2) as team:
+        (kept, said), (kept_too, silent) = team.run(trained)
     assert kept
     assert kept_too
     assert said.startswith("2 ranks, final loss 0.0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from unittest.mock import patch
 
 import pytest
@@ -13,6 +14,12 @@ from tests.harness.dispatched import Dispatched
 from tests.harness.ranks import Ranks
 
 SIZE = 2
+
+
+@pytest.fixture(scope="module")
+def team() -> Iterator[Ranks]:
+    with Ranks(SIZE) as ranks:
+        yield ranks
 
 
 VIEWS = {"aten::view", "aten::split_with_sizes", "aten::detach"}
@@ -39,13 +46,13 @@ WORK = {
 
 
 @pytest.mark.parametrize("name", WORK)
-def test_along_the_first_axis_nothing_is_copied_twice(two: Ranks, name) -> None:
-    assert two.run(work, name, 4) == [WORK[name]] * SIZE
+def test_along_the_first_axis_nothing_is_copied_twice(team: Ranks, name) -> None:
+    assert team.run(work, name, 4) == [WORK[name]] * SIZE
 
 
-def test_large_pieces_are_sent_and_received(two: Ranks) -> None:
+def test_large_pieces_are_sent_and_received(team: Ranks) -> None:
     operations = ["c10d::recv_", "c10d::send", "aten::copy_"]
-    assert two.run(work, "all_to_all", 2**16) == [operations] * SIZE
+    assert team.run(work, "all_to_all", 2**16) == [operations] * SIZE
 
 
 def recorded_work() -> tuple[list[str], list[str]]:
@@ -58,7 +65,7 @@ def recorded_work() -> tuple[list[str], list[str]]:
     return forward.operators, backward.operators
 
 
-def test_max_is_compared_in_backward_only(two: Ranks) -> None:
-    for forward, backward in two.run(recorded_work):
+def test_max_is_compared_in_backward_only(team: Ranks) -> None:
+    for forward, backward in team.run(recorded_work):
         assert {"aten::eq", "aten::where"}.isdisjoint(forward)
         assert backward.count("aten::eq") == backward.count("aten::where") == 1

@@ -13,6 +13,7 @@ import slipstream.comm as comm
 from slipstream.analysis.summary import summary
 from slipstream.trace.event import Trace
 from slipstream.trace.recorder import Recorder
+from tests.harness.ranks import Ranks
 
 SIZE = 2
 
@@ -33,8 +34,9 @@ def record(check: bool) -> Trace | None:
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_every_operator_of_a_recorded_step_is_a_span(two, check) -> None:
-    trace, _ = two.run(record, check)
+def test_every_operator_of_a_recorded_step_is_a_span(check) -> None:
+    with Ranks(SIZE) as team:
+        trace, _ = team.run(record, check)
     for rank in range(SIZE):
         spans = [e for e in trace.events if e.rank == rank and e.name != "iteration"]
         assert [(e.name, e.step, e.args) for e in spans] == [

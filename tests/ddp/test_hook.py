@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from slipstream.ddp import DdpCodec, codec_hook
 from slipstream.errors import ModelError, StrategyError, UsageError
 from tests.gradients.codecs import CODECS, NEAR, apart
+from tests.harness.ranks import Ranks
 from tests.harness.reference import digest, same_bits
 
 
@@ -81,8 +82,11 @@ def on_four(four) -> list[dict[str, tuple[str, str, float]]]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_codec_trains_several_buckets_alike_on_all_ranks(two, on_four, world) -> None:
-    results = two.run(every_codec) if world == 2 else on_four
+def test_every_codec_trains_several_buckets_alike_on_all_ranks(on_four, world) -> None:
+    results = on_four
+    if world == 2:
+        with Ranks(2) as two:
+            results = two.run(every_codec)
     for name in CODECS:
         digests = {found[name][0] for found in results}
         assert len(digests) == 1, name

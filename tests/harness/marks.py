@@ -75,7 +75,7 @@ def _entries(item: pytest.Item) -> Iterator[Callable[..., Any]]:
     # hypothesis hides the test in an attribute of the function that draws its examples
     yield getattr(getattr(item.function, "hypothesis", None), "inner_test", item.function)
     definitions = dict(item._fixtureinfo.name2fixturedefs)
-    if "request" in item._fixtureinfo.names_closure and hasattr(item, "callspec"):
+    if "request" in item._fixtureinfo.argnames and hasattr(item, "callspec"):
         manager = item.session._fixturemanager  # for request.getfixturevalue(parameter)
         for value in filter(lambda v: isinstance(v, str), item.callspec.params.values()):
             definitions[value] = manager.getfixturedefs(value, item) or ()

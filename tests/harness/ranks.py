@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes joined by gloo over loopback, started once a worker.
+"""Real ranks for tests: processes joined by gloo over loopback, started once a file.
 
     def test_sum(two):  # a fixture of tests/conftest.py
         assert two.run(sum_of_ranks) == [1, 1]     # sum_of_ranks() is a function of the test module

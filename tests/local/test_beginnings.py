@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,12 @@ from slipstream.local.carrier import FixedCarrier
 from tests.harness.ranks import Ranks
 from tests.local.reference import flat
 from tests.local.test_training import build, loss_of, sgd
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
 
 
 def another() -> nn.Module:

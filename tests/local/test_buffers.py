@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,6 +18,12 @@ from slipstream.strategy import LocalConfig
 from tests.harness.ranks import Ranks
 from tests.local.test_saved_state import training
 from tests.transport.emulated_hosts import on_hosts
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    with Ranks(3) as ranks:
+        yield ranks
 
 
 def constants() -> dict[str, Tensor]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Adam
@@ -10,6 +13,12 @@ import slipstream
 from tests.harness.ranks import Ranks
 
 AVERAGED = {"local": {"steps": 2, "inner_state": "averaged"}}
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
 
 
 def of_two_experts() -> list[tuple[Tensor, Tensor]]:

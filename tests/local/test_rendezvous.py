@@ -144,13 +144,12 @@ def together(settings: dict[str, Any]) -> float:
     [{}, {"fragments": 2, "delay": 2, "mix": 0.25, "codec": "int8"}],
     ids=["plain", "all of it"],
 )
-def test_jobs_train_as_ranks_of_one_job(
-    two: Ranks, tmp_path: Path, settings: dict[str, Any]
-) -> None:
+def test_jobs_train_as_ranks_of_one_job(tmp_path: Path, settings: dict[str, Any]) -> None:
     jobs = Jobs(tmp_path, 21, 0.0, settings)
     jobs.start()
     jobs.start()
-    expected = two.run(together, {"steps": 4, **settings})
+    with Ranks(2) as two:
+        expected = two.run(together, {"steps": 4, **settings})
     for one in jobs.end():
         assert one["parameters"] == pytest.approx(expected[0], abs=1e-9)
 

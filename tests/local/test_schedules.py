@@ -77,13 +77,15 @@ def schedules(draw: st.DrawFn) -> tuple[Document, int, tuple[int, ...]]:
     return local, accumulate, sizes
 
 
-def test_any_schedule_trains_as_the_reference(two: Ranks) -> None:
-    @settings(max_examples=40, deadline=None)
-    @given(schedules())
-    def check(drawn: tuple[Document, int, tuple[int, ...]]) -> None:
-        owns, shared = expected(*drawn)
-        for (own, outer), like in zip(two.run(trained, *drawn), owns, strict=True):
-            torch.testing.assert_close(own, like, rtol=1e-8, atol=1e-10)
-            torch.testing.assert_close(outer, shared, rtol=1e-8, atol=1e-10)
+def test_any_schedule_trains_as_the_reference() -> None:
+    with Ranks(RANKS) as ranks:
 
-    check()
+        @settings(max_examples=40, deadline=None)
+        @given(schedules())
+        def check(drawn: tuple[Document, int, tuple[int, ...]]) -> None:
+            owns, shared = expected(*drawn)
+            for (own, outer), like in zip(ranks.run(trained, *drawn), owns, strict=True):
+                torch.testing.assert_close(own, like, rtol=1e-8, atol=1e-10)
+                torch.testing.assert_close(outer, shared, rtol=1e-8, atol=1e-10)
+
+        check()

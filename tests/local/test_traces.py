@@ -34,9 +34,10 @@ def traced(folder: str, local: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("delay", [0, 2])
-def test_each_meeting_is_there_with_its_wait(two: Ranks, tmp_path: Path, delay: int) -> None:
+def test_each_meeting_is_there_with_its_wait(tmp_path: Path, delay: int) -> None:
     local = {"steps": 4, "fragments": 2, "delay": delay, "codec": "int4"}
-    two.run(traced, str(tmp_path), local)
+    with Ranks(2) as two:
+        two.run(traced, str(tmp_path), local)
     trace = chrome.read(tmp_path / "trace.json")
     sent = [event for event in trace.events if is_meeting(event.name)]
     assert {event.name for event in sent} == {"meeting1", "meeting2"}
@@ -82,8 +83,9 @@ def values(model: torch.nn.Module) -> torch.Tensor:
     return flat([*model.parameters()])
 
 
-def test_norms_tell_how_far_ranks_agree(two: Ranks, tmp_path: Path) -> None:
-    changes = two.run(first_changes, str(tmp_path))
+def test_norms_tell_how_far_ranks_agree(tmp_path: Path) -> None:
+    with Ranks(2) as two:
+        changes = two.run(first_changes, str(tmp_path))
     trace = chrome.read(tmp_path / "trace.json")
     sent = {event.rank: event.args for event in trace.events if is_meeting(event.name)}
     for rank, (own, mean) in enumerate(changes):

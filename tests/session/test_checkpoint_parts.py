@@ -232,5 +232,6 @@ def resumed() -> list[int]:
     return first + rest
 
 
-def test_also_where_a_rank_has_run_out(two: Ranks) -> None:
-    assert two.run(resumed) == [[0, 1, 2, 3, 4], [0, 1, 1, 1, 1]]
+def test_also_where_a_rank_has_run_out() -> None:
+    with Ranks(2) as two:
+        assert two.run(resumed) == [[0, 1, 2, 3, 4], [0, 1, 1, 1, 1]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -43,10 +43,10 @@ NORMS = ("lars", "lamb")
 """They add up norms, in another order where ranks have shards."""
 
 
-@pytest.fixture(scope="module", params=["two", "three"])
-def ranks(request: pytest.FixtureRequest) -> Ranks:
-    found: Ranks = request.getfixturevalue(request.param)
-    return found
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param) as ranks:
+        yield ranks
 
 
 class Model(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from unittest.mock import patch
 
 import pytest
@@ -29,10 +30,10 @@ from tests.harness.transports import (
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 
 
-@pytest.fixture(scope="module", params=["two", "three", "four"])
-def ranks(request: pytest.FixtureRequest) -> Ranks:
-    found: Ranks = request.getfixturevalue(request.param)
-    return found
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param) as ranks:
+        yield ranks
 
 
 def made() -> DirectTransport:

@@ -202,8 +202,9 @@ def shared() -> tuple[float, dict[str, int]]:
     return abs(losses[0] - losses[1]), requests
 
 
-def test_the_data_groups_of_a_mesh(four: Ranks) -> None:
-    for difference, requests in four.run(shared):
-        assert difference == 0
-        assert requests["AllReduce"] % STEPS == 0
-        assert requests["AllReduce"] > 0
+def test_the_data_groups_of_a_mesh() -> None:
+    with Ranks(4) as four:
+        for difference, requests in four.run(shared):
+            assert difference == 0
+            assert requests["AllReduce"] % STEPS == 0
+            assert requests["AllReduce"] > 0

@@ -29,10 +29,10 @@ from tests.transport.emulated_hosts import on_hosts
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.complex64]
 
 
-@pytest.fixture(scope="module", params=["two", "three"])
-def ranks(request: pytest.FixtureRequest) -> Ranks:
-    found: Ranks = request.getfixturevalue(request.param)
-    return found
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param) as ranks:
+        yield ranks
 
 
 @contextmanager

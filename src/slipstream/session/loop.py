@@ -510,8 +510,11 @@ class TrainingLoop:
         self._by_hand = self._begin_update()
 
     def _has_own_gradients(self) -> bool:
-        """Whether the script has set gradients; not those of zero, at a rate of zero, by which
-        torch.distributed.checkpoint lets an optimizer make its state."""
+        """Whether the script, which never calls `backward`, has set gradients; not those of zero,
+        at a rate of zero, by which torch.distributed.checkpoint lets an optimizer make its state.
+        Elsewhere a step more may be one that a rank makes by mistake, and alone."""
+        if self.backwards:
+            return False
         groups = self.optimizer.param_groups
         held = [p for group in groups for p in group["params"]]
         if all(p.grad is None for p in held):

@@ -15,6 +15,7 @@ from slipstream.memory import offload, recompute
 from slipstream.memory.forward_override import ForwardOverride
 from slipstream.memory.offload import open_store
 from slipstream.strategy import CheckpointsConfig, OffloadConfig
+from tests.harness.ranks import Ranks
 from tests.memory.offload.squares import ALL, LoggedStore, squares, start
 
 
@@ -159,16 +160,16 @@ def refused(memory: dict[str, Any]) -> None:
 
 
 def little_space_on_rank_1(memory: dict[str, Any]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
-            patch.setattr(open_store, "free_disk_bytes", lambda folder: 2**29)
-        refused(memory)
+    if dist.get_rank() == 1:
+        pytest.MonkeyPatch().setattr(open_store, "free_disk_bytes", lambda folder: 2**29)
+    refused(memory)
 
 
-def test_all_ranks_refuse_before_training(two, tmp_path):
-    for error in two.fail(refused, {"to": "host"}).values():
-        assert "use {to: disk}" in str(error)
-    for error in two.fail(refused, {"to": "disk", "folder": str(tmp_path / "no")}).values():
-        assert "No such file" in str(error)
-    for error in two.fail(little_space_on_rank_1, {"to": "disk"}).values():
-        assert "rank 1: memory.offload to disk: 0.50 GiB are free for 2 ranks" in str(error)
+def test_all_ranks_refuse_before_training(tmp_path):
+    with Ranks(2) as ranks:
+        for error in ranks.fail(refused, {"to": "host"}).values():
+            assert "use {to: disk}" in str(error)
+        for error in ranks.fail(refused, {"to": "disk", "folder": str(tmp_path / "no")}).values():
+            assert "No such file" in str(error)
+        for error in ranks.fail(little_space_on_rank_1, {"to": "disk"}).values():
+            assert "rank 1: memory.offload to disk: 0.50 GiB are free for 2 ranks" in str(error)
