@@ -162,7 +162,8 @@ class FabricStrategy(DDPStrategy):
         is then the mean of all ranks'. ``setup()`` may open another afterwards."""
         session, self.session = self.session, None
         if self._opened_with is not None:
-            self._opened_with.wrapped = self._opened_with = None
+            self._opened_with.wrapped = None
+            self._opened_with = None
         if session is not None:
             session.close()
 
@@ -195,7 +196,8 @@ class _InPlaceOfDdp(nn.Module):
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         marked = vars(self.module).get("forward")
-        if self.wrapped is None or getattr(marked, "__name__", "") != "wrapped_forward":
+        redirects = getattr(marked, "__name__", "") == "wrapped_forward"
+        if self.wrapped is None or marked is None or not redirects:
             return self.module(*arguments, **named)
         vars(self.module)["forward"] = self.wrapped  # Fabric has put the method in place of it
         with self.wrapped.running(marked):

@@ -45,6 +45,21 @@ def averages_after(run: Loop) -> None:
     _averaged(run, _averages(run))
 
 
+@habit("weights moved through .data for a test, and back", "whole parameters")
+def merged(run: Loop) -> None:
+    """As adapters are merged into their layer."""
+    run.start()
+    for _ in range(2):
+        run.update()
+        run.model.head.weight.data += 0.1
+        run.model.eval()
+        with torch.no_grad():
+            run.note("merged", run.model(torch.stack([x for x, _ in run._samples(0)[:2]])))
+        run.model.train()
+        run.model.head.weight.data -= 0.1
+    run.update()
+
+
 @habit("the average's weights loaded for a test, and back", "whole parameters")
 def swapped(run: Loop) -> None:
     average = AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(0.7))

@@ -223,6 +223,64 @@ def second_optimizer(run: Loop) -> None:
         run.step()
 
 
+def _head_apart(run: Loop) -> torch.optim.Optimizer:
+    """Give the head to an optimizer of its own, and leave the rest."""
+    head = {*run.model.head.parameters()}
+    for group in run.optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if p not in head]
+    return torch.optim.SGD(run.model.head.parameters(), lr=0.05, momentum=0.5)
+
+
+@habit("a second optimizer, of the head", "optimizer's momentum")
+def second_optimizer_of_the_head(run: Loop) -> None:
+    other = _head_apart(run)
+    run.start()
+    for _ in range(3):
+        run.gradients()
+        other.step()
+        run.step()
+
+
+@habit("body and head trained in turn, by two optimizers", "optimizer's momentum")
+def in_turn(run: Loop) -> None:
+    """As generator and discriminator are: an update of one is none of the other."""
+    other = _head_apart(run)
+    run.start(unused=True)
+    for whole in (True, False, True, False):
+        run.model.body.requires_grad_(whole)
+        run.gradients()
+        if not whole:
+            other.step()
+        run.step()
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Every second update goes half way only (Zhang et al. 2019); groups are the inner one's."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner, self.state, self.updates = inner, inner.state, 0
+        self.slow: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        held = [p for group in self.param_groups for p in group["params"]]
+        for p in held:
+            self.slow.setdefault(p, p.detach().clone())
+        self.inner.step()
+        self.updates += 1
+        for p in held if self.updates % 2 == 0 else ():
+            self.slow[p].lerp_(p, 0.5)
+            p.copy_(self.slow[p])
+
+
+@habit("an optimizer around another one", "optimizer's momentum")
+def around_another(run: Loop) -> None:
+    run.optimizer = Lookahead(run.optimizer)
+    run.start()
+    run.update(times=4)
+
+
 @habit("accumulate: a window open at close() is told", "session", own_buffers=True)
 def window_left_open(run: Loop) -> None:
     run.start(accumulate=2)
@@ -294,6 +352,29 @@ def gradients_changed(run: Loop) -> None:
             if parameter.grad is not None:
                 parameter.grad.mul_(0.5)
         nn.utils.clip_grad_value_(run.model.parameters(), 0.01)
+        run.step()
+
+
+@habit("gradients kept to the end", "optimizer's momentum", "all gradients", "one update")
+def gradients_kept(run: Loop) -> None:
+    """Without a copy: those of an update are still its own after the next one."""
+    run.start()
+    kept = []
+    for _ in range(3):
+        run.gradients()
+        kept += [p.grad for p in run.model.parameters() if p.grad is not None]
+        run.step()
+    run.note("gradients", *kept)
+
+
+@habit("gradients set through .data")
+def gradient_data_set(run: Loop) -> None:
+    run.start()
+    for _ in range(3):
+        run.gradients()
+        for parameter in run.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.data = 0.5 * parameter.grad.data
         run.step()
 
 
