@@ -45,12 +45,17 @@ def test_every_name_resolves_to_itself_and_is_described(name: str) -> None:
 def test_an_import_leaves_the_random_numbers_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of rich draws one, on those ranks alone that have not imported it before."""
 
+    drawn = []
+
     def drawing(name: str) -> SimpleNamespace:
-        return SimpleNamespace(accelerate=random.random())
+        drawn.append(random.random())
+        return SimpleNamespace(accelerate=name)
 
     monkeypatch.setattr(slipstream, "import_module", drawing)
+    monkeypatch.delitem(sys.modules, "slipstream.session.accelerate", raising=False)
     before = random.getstate()
-    assert slipstream.accelerate
+    assert [slipstream.accelerate] == ["slipstream.session.accelerate"]
+    assert len(drawn) == 1
     assert random.getstate() == before
 
 

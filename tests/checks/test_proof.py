@@ -404,7 +404,7 @@ def test_inputs_of_any_kind_raise_no_alarm(three, extra):
 
 def test_a_compiled_model_is_not_replayed():
     layers = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1))
-    model = torch.compile(layers, backend="aot_eager")
+    model: Any = torch.compile(layers, backend="aot_eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checks = {"checks": {"every": 2, "replay": True}}
     with slipstream.accelerate(model, optimizer, strategy=checks) as session:
