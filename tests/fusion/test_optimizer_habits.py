@@ -394,7 +394,17 @@ def test_a_state_of_another_shape_is_refused_as_by_torch(name: str) -> None:
 def test_an_optimizer_without_hooks_is_refused() -> None:
     class Wrapper(C.Optimizer):
         def __init__(self, inner: C.Optimizer) -> None:
-            self.inner, self.param_groups = inner, inner.param_groups
+            self.all, self.param_groups = [inner], inner.param_groups
 
     with pytest.raises(ModelError, match="Wrapper cannot be fused: it has no hooks"):
+        fuse_optimizer(Wrapper(C.SGD(parameters())), elementwise=True)
+
+
+def test_an_optimizer_around_another_one_is_refused() -> None:
+    class Wrapper(C.Optimizer):
+        def __init__(self, inner: C.Optimizer) -> None:
+            super().__init__(inner.param_groups, inner.defaults)
+            self.inner = inner
+
+    with pytest.raises(ModelError, match=r"Wrapper cannot be fused: it is around another one"):
         fuse_optimizer(Wrapper(C.SGD(parameters())), elementwise=True)

@@ -324,6 +324,12 @@ def check_fusible(optimizer: Optimizer, *, elementwise: bool = False) -> str:
         return BY_TORCH
     if isinstance(optimizer, Layerwise):
         return BY_LAYER
+    inner = [type(one).__name__ for one in vars(optimizer).values() if isinstance(one, Optimizer)]
+    if inner:
+        raise ModelError(
+            f"the optimizer {type(optimizer).__name__} cannot be fused: it is around another one "
+            f"({inner[0]}), which steps parameters by themselves; leave fuse_optimizer out"
+        )
     if elementwise or is_elementwise(optimizer):
         return BY_BLOCK
     names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
