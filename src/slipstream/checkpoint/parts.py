@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping
 from pickle import UnpicklingError
 from typing import Any
 
-import numpy as np
 import torch
 
 from slipstream.errors import UsageError
+from slipstream.pytree import plain_numbers
 
 SMALL = 4096
 """Bytes below which a tensor is a part of the document: each entry of a file costs more."""
@@ -56,11 +56,11 @@ def cut(state: Mapping[str, Any], rank: int) -> dict[str, torch.Tensor]:
         if isinstance(value, Mapping):
             return _like(
                 value,
-                ((_plain(k), walk(v, f"{path}.{k}", every=every)) for k, v in value.items()),
+                ((plain_numbers(k), walk(v, f"{path}.{k}", every=every)) for k, v in value.items()),
             )
         if type(value) in (list, tuple):
             return type(value)(walk(v, f"{path}.{i}", every=every) for i, v in enumerate(value))
-        return _plain(value)
+        return plain_numbers(value)
 
     def kept(tensor: torch.Tensor, path: str, *, every: bool) -> Any:
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
@@ -98,11 +98,6 @@ def joined(pieces: Mapping[str, torch.Tensor], rank: int) -> dict[str, Any]:
 
     state: dict[str, Any] = filled(_decoded(pieces[document_key(rank)]))
     return state
-
-
-def _plain(value: Any) -> Any:
-    """Give a number of numpy as Python's, and all else as it is."""
-    return value.item() if isinstance(value, np.generic) else value
 
 
 def _like(value: Mapping[str, Any], items: Iterable[tuple[str, Any]]) -> dict[str, Any]:

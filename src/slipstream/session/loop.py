@@ -548,7 +548,7 @@ class TrainingLoop:
             self._meetings_due.append(True)
             self._meet()
         if self.proof is not None:
-            self.proof.updated_by_own(self.steps)
+            self.proof.updated(self.steps, used=True)
 
     def _other_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Another optimizer of the script steps: right for parameters of this model only where

@@ -177,12 +177,6 @@ class Proof:
             if apart := self._first_difference(self._alike(), step):
                 raise ProofError(f"update {step}: {apart}")
 
-    def updated_by_own(self, step: int) -> None:
-        """``step`` updates are done, the last one with gradients that no exchange has averaged."""
-        self._samples = None
-        self._engine.sample(None)
-        self.updated(step, used=True)
-
     def explain_nonfinite(self, step: int) -> None:
         """Gradients are infinite or NaN after ``step`` updates, on all ranks; collective.
 
