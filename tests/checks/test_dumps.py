@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from slipstream.checks.dumps import MAIN, SIGNAL, Dump, Dumps, exchange_of
 from slipstream.checks.stacks import Frame
+from tests.checks.test_flight_record import entry, record
 
 LIB = "/opt/env/lib/python3.12/site-packages/torch"
 DDP = f"""\
@@ -187,3 +189,41 @@ libc.__cxa_atexit(libc.perror, ctypes.c_void_p(libc.strdup(b"gone")), None)
         assert process.stderr.readline().startswith(b"gone")
         os.kill(process.pid, SIGNAL)
     assert process.returncode == 0
+
+
+# Collectives, of torch's flight recorder.
+
+TELLS = """
+import sys, types, time
+c10d = sys.modules["torch._C._distributed_c10d"] = types.ModuleType("c10d")  # torch < 2.15 has none
+c10d._dump_fr_trace_json = lambda backend: b'%s' if backend == "gloo" else b"{}"
+print(flush=True)
+time.sleep(1000)
+"""
+
+
+def test_a_rank_tells_its_collectives_as_often_as_it_is_asked(tmp_path: Path):
+    dumps = Dumps(tmp_path)
+    environ = {**dumps.environment(os.environ), "RANK": "0"}
+    argv = [sys.executable, "-c", TELLS % json.dumps(record(entry(3)))]
+    with subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE) as process:
+        try:
+            process.stdout.readline()
+            for _ in range(3):
+                [found] = dumps.collectives([process.pid])[process.pid]
+                assert (found.number, found.what) == (3, "all_reduce of 8 float")
+            assert [*dumps.of([process.pid])[process.pid].threads] == [MAIN], "not its own"
+        finally:
+            process.kill()
+
+
+def test_others_have_no_collectives_to_tell(tmp_path: Path):
+    dumps = Dumps(tmp_path)
+    environ = dumps.environment({k: v for k, v in os.environ.items() if k != "RANK"})
+    argv = [sys.executable, "-c", ASLEEP]
+    with subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE) as process:
+        try:
+            process.stdout.readline()
+            assert dumps.collectives([process.pid, 0]) == {}
+        finally:
+            process.kill()

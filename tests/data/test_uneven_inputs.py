@@ -417,3 +417,42 @@ def test_a_dummy_batch_takes_part_where_the_graph_meets_other_ranks(
     expected = values_of(torch.nn.ModuleList([first, model]))
     for values in two.run(trained_across, PerRank(*lengths), strategy, timeout=40):
         torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-14)
+
+
+def rare_weights(length: int, strategy: dict[str, Any]) -> list[float]:
+    """Of a layer that only the last batch of each rank uses, after each update; it is in no loss of
+    a rank that has run out, whose graph meets other ranks all the same."""
+    torch.manual_seed(0)
+    both = nn.ModuleDict({"common": nn.Linear(3, 1), "rare": nn.Linear(3, 1)}).double()
+    optimizer = torch.optim.AdamW(both.parameters(), lr=0.1, weight_decay=0.5)
+    rows_here = [(torch.ones(2, 3).double() * (step + 1), step) for step in range(length)]
+    weights = []
+    with slipstream.accelerate(both, optimizer, rows_here, strategy) as session:
+        for rows, step in session.loader:
+            out = both["common"](rows)
+            loss = (out - comm.all_reduce_mean(out.mean())).square().mean()
+            if step == 1:
+                loss = loss + both["rare"](rows).mean()
+            session.backward(loss)
+            if session.step():
+                weights.append(both["rare"].weight.detach().sum().item())
+    return weights
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {},
+        {"gradients": {"overlap": False}},
+        {"gradients": {"transport": "sharded"}},
+        {"gradients": {"codec": "onebit"}},
+        {"gradients": {"accumulate": 2}},
+    ],
+    ids=str,
+)
+def test_a_dummy_batch_uses_no_parameter(two: Ranks, strategy: dict[str, Any]) -> None:
+    """An optimizer would decay it."""
+    used = 2 // strategy.get("gradients", {}).get("accumulate", 1)
+    for weights in two.run(rare_weights, PerRank(6, 2), strategy, timeout=40):
+        assert len(set(weights)) == used, "decayed"
+        assert len(set(weights[used - 1 :])) == 1

@@ -79,3 +79,17 @@ def test_there_is_no_layout_and_no_state() -> None:
     assert (engine.overflowed, engine.in_flight, engine.codec_state()) == (False, False, {})
     assert [row.setting for row in engine.report_rows()] == ["exchange"]
     engine.close()
+
+
+def test_a_dummy_batch_uses_no_parameter_by_gradients_of_zero() -> None:
+    model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
+    engine = engine_of(model)
+    engine.begin(exchange=False, scale=1.0, dummy=True)
+    (model[0](torch.ones(1, 2)) * torch.tensor([[0.0]]) + model[1].bias).sum().backward()
+    engine.end()
+    used = [name for name, p in model.named_parameters() if p.grad is not None]
+    assert used == ["1.bias"]
+    engine.begin(exchange=True, scale=1.0)
+    (model[0](torch.ones(1, 2)) * torch.tensor([[0.0]])).sum().backward()
+    engine.end()
+    assert model[0].bias.grad is not None, "of a batch that counts"

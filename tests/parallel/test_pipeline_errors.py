@@ -90,6 +90,25 @@ def test_mistakes_are_errors_on_every_rank(two, settings, call, error, message) 
             raise actual
 
 
+class ReadsAhead(nn.Sequential):
+    """Uses a parameter of the last stage in the first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[1](self[0](x * self[1].weight))  # type: ignore[no-any-return]
+
+
+def reads_ahead() -> None:
+    pipeline = Pipeline(ReadsAhead(nn.Linear(3, 3), nn.Linear(3, 1)), cut=["1"], micro_batches=2)
+    given = {"args": (torch.ones(4, 3),), "target": torch.ones(4, 1)}
+    pipeline.forward_backward(F.mse_loss, **given)
+
+
+def test_a_parameter_of_a_later_stage_is_refused(two) -> None:
+    first, *_ = two.fail(reads_ahead).values()
+    assert isinstance(first, ModelError)
+    assert "comes out of stage 0: either a parameter of a module behind '1' is used" in str(first)
+
+
 def settings_differ(cut: list[str]) -> None:
     Pipeline(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)), cut=cut)
 

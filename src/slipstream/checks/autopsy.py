@@ -5,8 +5,8 @@ Values in, values out; nothing here communicates. [Note: Who is to blame] in the
 1. ranks that give no sign of life;
 2. ranks that have ended, or left their loop, while others wait for them;
 3. ranks that wait for something else than the others do: data, a lock, a sleep;
-4. ranks in another exchange than most: the fewest; where no exchange has more ranks than
-   another, all;
+4. ranks in another exchange than most, or that give another one to it: the fewest; where no
+   exchange has more ranks than another, all;
 5. nobody: all are in the same exchange, and nothing arrives, so it is the network.
 """
 
@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from pydantic import Field, ValidationError
 
+from slipstream.checks.flight_record import RecordedCollective, earliest_apart
 from slipstream.errors import TraceError
 from slipstream.strategy.setting import FrozenModel
 
@@ -78,6 +79,8 @@ class RankCase(FrozenModel):
     stacks: dict[str, list[str]] = Field(default_factory=dict)
     exchanges: list[str] = Field(default_factory=list)
     """The last ones, oldest first."""
+    collectives: tuple[RecordedCollective, ...] = ()
+    """Likewise, of a script that does not know slipstream, where torch has a record of them."""
     unsent: list[str] = Field(default_factory=list)
     """Addresses that do not confirm what this host sends."""
     neighbours: dict[int, str] = Field(default_factory=dict)
@@ -201,7 +204,10 @@ def _verdict(
         words = f"{_at(first)} never entered {_awaited(waiting, states)}: it {_doing(first)}"
         return blamed, words
     groups: dict[str, list[int]] = defaultdict(list)
-    for rank, state in sorted(states.items()):
+    for what, ranks in earliest_apart({r: case.collectives for r, case in cases.items()}).items():
+        groups[what] = ranks
+        states |= {rank: states[rank].model_copy(update={"exchange": what}) for rank in ranks}
+    for rank, state in sorted(states.items()) if not groups else ():
         groups[_meeting_place(state)].append(rank)
     if len(groups) > 1:
         (_, few), *_, (_, many) = by_size = sorted(groups.items(), key=lambda group: len(group[1]))

@@ -2,7 +2,8 @@
 
 An interpreter that starts with ``Dumps.environment`` runs a small ``sitecustomize.py``, which has
 ``faulthandler`` write all stacks to a file when a signal comes. Its handler is C and needs no GIL,
-so a thread that sleeps, or that holds the GIL, is seen, too.
+so a thread that sleeps, or that holds the GIL, is seen, too. In a rank a thread of its own waits at
+a pipe until somebody asks for the collectives that torch's flight recorder has; it needs the GIL.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slipstream.checks.flight_record import LARGEST, RecordedCollective, collectives_of
 from slipstream.checks.stacks import DEPTH, CallSite, Frame, is_script, place_of, shown
 
 SIGNAL = signal.SIGRTMAX - 3
@@ -24,6 +26,8 @@ SIGNAL = signal.SIGRTMAX - 3
 MAIN = "MainThread"
 WAIT_SECONDS = 3.0
 """For a process to write its stacks."""
+RECORD_SECONDS = 1.5
+"""For ranks to write what they have of collectives."""
 _QUIET, _QUIET_WHEN_WHOLE = 1.0, 0.1
 """Seconds without another byte after which a dump has ended; one whose outermost call is there."""
 _POLL_SECONDS = 0.05
@@ -41,6 +45,10 @@ _PLUMBING = re.compile(
 """Calls that pass others on."""
 _NO_EXCHANGE = re.compile(r"/torch/distributed/(elastic/|launcher/|run\.py|launch\.py|checkpoint/)")
 _DDP = "/torch/nn/parallel/distributed.py"
+
+_RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+_BACKENDS = ("gloo", "nccl", "nccl2")
+_TELLS = "tell_collectives"
 
 SITECUSTOMIZE = """\
 # Registers a signal at which this process writes its stacks; then the next sitecustomize runs.
@@ -65,6 +73,34 @@ def register(folder):
     _signal.signal({number}, _signal.SIG_IGN)
     open_own()
     os.register_at_fork(after_in_child=open_own)
+    if any(name in os.environ for name in {rank_names!r}):
+        import _thread
+
+        _thread.start_new_thread(tell_collectives, (folder,))
+
+
+def tell_collectives(folder):
+    import _signal
+    import os
+
+    _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals())
+
+    def own(name):
+        return os.path.join(folder, "%s.%d" % (name, os.getpid()))
+
+    try:
+        os.mkfifo(own("asked"))
+        while True:
+            with open(own("asked")) as pipe:  # waits until somebody opens it
+                pipe.read()
+            c10d = sys.modules.get("torch._C._distributed_c10d")
+            dump = getattr(c10d, "_dump_fr_trace_json", None)  # since torch 2.15
+            texts = [] if dump is None else [dump(backend=name).decode() for name in {backends!r}]
+            with open(own("new"), "w") as file:
+                file.write("[" + ",".join(texts) + "]")
+            os.rename(own("new"), own("record"))
+    except Exception:  # the folder is gone, with the watch
+        pass
 
 
 def run_next(folder):
@@ -112,6 +148,7 @@ class Dump:
             elif name and (frame := _FRAME.match(line)):
                 number = int(frame[2]) if frame[2].isdecimal() else 0
                 threads[name].append(Frame(frame[1], number, frame[3]))
+        threads = {n: f for n, f in threads.items() if not f or f[-1].name != _TELLS}
         if threads and MAIN not in threads:  # the oldest comes last
             threads[MAIN] = threads.pop([*threads][-1])
         return cls(threads)
@@ -164,6 +201,17 @@ def exchange_of(frames: Sequence[Frame]) -> str:
     return ""
 
 
+def collectives_seen(torch: str) -> str:
+    """Say from what collectives are seen in processes of a version of torch.
+
+    Example:
+        >>> collectives_seen("2.13.0+cpu"), collectives_seen("2.15.0")
+        ('stacks alone', "stacks and torch's flight recorder")
+    """
+    major, minor = map(int, re.findall(r"\d+", torch)[:2])
+    return "stacks and torch's flight recorder" if (major, minor) >= (2, 15) else "stacks alone"
+
+
 class Dumps:
     """Asks processes for their stacks.
 
@@ -173,7 +221,12 @@ class Dumps:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
-        text = SITECUSTOMIZE.format(number=int(SIGNAL), folder=str(self._folder))
+        text = SITECUSTOMIZE.format(
+            number=int(SIGNAL),
+            folder=str(self._folder),
+            rank_names=_RANK_NAMES,
+            backends=_BACKENDS,
+        )
         (self._folder / "sitecustomize.py").write_text(text)
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
@@ -210,6 +263,29 @@ class Dumps:
             if text := asked[pid].read_text(errors="replace"):
                 found[pid] = Dump.parse(text)
         return found
+
+    def collectives(self, pids: Sequence[int]) -> dict[int, tuple[RecordedCollective, ...]]:
+        """Get the last collectives of those ranks whose torch has a record of them, and whose
+        Python answers in time."""
+        asked = {pid: self._folder / f"record.{pid}" for pid in pids if self._ask(pid)}
+        found: dict[int, tuple[RecordedCollective, ...]] = {}
+        until = time.monotonic() + RECORD_SECONDS
+        while asked and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+            for pid, record in [*asked.items()]:
+                if record.exists():
+                    del asked[pid]
+                    text = record.read_text() if record.stat().st_size <= LARGEST else ""
+                    record.unlink()
+                    found[pid] = collectives_of(text, time.time())
+        return found
+
+    def _ask(self, pid: int) -> bool:
+        """Whether a thread of the process has been asked."""
+        with suppress(OSError):  # it has none, or answers still
+            os.close(os.open(self._folder / f"asked.{pid}", os.O_WRONLY | os.O_NONBLOCK))
+            return True
+        return False
 
     def _file(self, pid: int) -> Path:
         return self._folder / f"stack.{pid}"

@@ -118,7 +118,7 @@ class WatchedHost:
             if state(watched.process.pid, self._proc) in (*_SILENT, None)
         }
         asked = [w.process.pid for r, w in living.items() if r not in silent]
-        dumps = self._dumps.of(asked)
+        dumps, collectives = self._dumps.of(asked), self._dumps.collectives(asked)
         cases, sent = {}, unsent(self._proc)
         for rank, watched in self._ranks.items():
             if rank in silent:
@@ -127,6 +127,7 @@ class WatchedHost:
             cases[rank] = RankCase(
                 state=self._state(rank, now, dump),
                 stacks=dump.stacks,
+                collectives=collectives.get(watched.process.pid, ()),
                 unsent=sent,
                 neighbours=silent,
             )

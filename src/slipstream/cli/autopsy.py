@@ -48,6 +48,6 @@ def autopsy(
         console.print(Text(f"\n{ranks_named(ranks)}, the innermost call last:", style="bold"))
         console.print(Padding(Text("\n".join(stack)), (0, 0, 0, 2)))
     for rank, case in sorted(found.cases.items()):
-        if case.exchanges:
+        if last := case.exchanges or [*map(str, case.collectives)]:
             console.print(Text(f"\nThe last exchanges of rank {rank}:", style="bold"))
-            console.print(Padding(Text("\n".join(case.exchanges[-5:])), (0, 0, 0, 2)))
+            console.print(Padding(Text("\n".join(last[-5:])), (0, 0, 0, 2)))

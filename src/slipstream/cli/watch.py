@@ -24,7 +24,7 @@ from typer import Argument, Option
 
 from slipstream.checks.autopsy import Autopsy
 from slipstream.checks.board import Board, NoteStore
-from slipstream.checks.dumps import Dumps
+from slipstream.checks.dumps import Dumps, collectives_seen
 from slipstream.checks.limits import EXIT_CODE, interval_of
 from slipstream.checks.processes import adopt_orphans, end_all, reap
 from slipstream.checks.rank_ends import RankEnds
@@ -92,7 +92,7 @@ def watch(
         _say(
             f"a run that hangs ends after {timeout}; seen are the ranks' processes (computing, "
             f"bytes, state) and the stacks of their Python. torch {version('torch')}: collectives "
-            "are seen from stacks alone"
+            f"are seen from {collectives_seen(version('torch'))}"
         )
         host = WatchedHost(os.getpid(), socket.gethostname(), dumps, interval_of(seconds))
         watching = Watch(host, seconds, board, hosts=hosts, host_rank=host_rank)

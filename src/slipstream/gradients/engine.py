@@ -39,7 +39,7 @@ from slipstream.gradients.compressed import (
     NamedState,
 )
 from slipstream.gradients.finite import first_nonfinite
-from slipstream.gradients.interface import GradientEngine
+from slipstream.gradients.interface import GradientEngine, is_unused
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.gradients.messages import (
     backward_repeated,
@@ -84,6 +84,7 @@ class _Backward:
     scale_fp16: torch.Tensor  # with the loss scale, which gradients in fp16 keep while they travel
     observer: Observer | None = None  # in the first backward that exchanges
     fills: bool = False  # whether gradients are copied into their buckets as they come
+    unused: frozenset[int] = frozenset()  # parameters, before a dummy batch
     slots: Sequence[BucketSlot] = ()
     due: list[int] = field(default_factory=list)  # accumulations still to come, by parameter
     next_segment: int = 0
@@ -168,7 +169,9 @@ class Engine(GradientEngine):
 
     # What the session calls, in this order.
 
-    def begin(self, *, exchange: bool, scale: float, loss_scale: float = 1.0) -> None:
+    def begin(
+        self, *, exchange: bool, scale: float, loss_scale: float = 1.0, dummy: bool = False
+    ) -> None:
         """Open a backward pass; with ``exchange`` it ends in sums over ranks times ``scale``.
 
         A second one before ``updated`` adds to the averages of the first. Where codecs are at work
@@ -180,6 +183,7 @@ class Engine(GradientEngine):
             scale: of the sums; the inverse of ``loss_scale`` is part of it.
             loss_scale: gradients that travel as fp16 keep it until they arrive, as small ones would
                 become 0 without it.
+            dummy: whether the batch is a dummy batch, whose gradients of zero are no use.
 
         Raises:
             UsageError: an earlier backward failed, or this one is not allowed now.
@@ -203,6 +207,9 @@ class Engine(GradientEngine):
         self._stamps = None
         if self._shards is not None:
             self._shards.begin()
+        if dummy:
+            each = enumerate(self._trainables)
+            backward.unused = frozenset(i for i, t in each if t.parameter.grad is None)
         if self._layout is None:
             backward.observer = Observer(len(self._trainables))
         if self._averaged and not self._undone:  # before gradients of this rank are added to them
@@ -240,6 +247,10 @@ class Engine(GradientEngine):
         assert backward is not None
         if backward.observer:
             self._observer = backward.observer
+        if not backward.fills:
+            for index in backward.unused:
+                if is_unused(parameter := self._trainables[index].parameter):
+                    parameter.grad = None
         if backward.exchange:
             self._exchange(backward)
         else:
@@ -481,7 +492,11 @@ class Engine(GradientEngine):
         bucket, segment = slot.bucket, slot.segment
         if backward.sampled is not None:
             backward.sampled.own(index)
-        bucket.fill(slot.index, backward.scale_fp16 if bucket.may_overflow else backward.scale)
+        if backward.unused and index in backward.unused and is_unused(parameter):
+            parameter.grad = None
+        else:
+            scale = backward.scale_fp16 if bucket.may_overflow else backward.scale
+            bucket.fill(slot.index, scale)
         segment.missing -= 1
         if not segment.missing:
             self._send(backward)

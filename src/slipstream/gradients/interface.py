@@ -16,6 +16,14 @@ from slipstream.strategy import Row, SplitConfig
 from slipstream.trace.recorder import Stamp
 
 
+def is_unused(parameter: torch.Tensor) -> bool:
+    """Whether its gradient is one of zeros, where a dummy batch has made it."""
+    gradient = parameter.grad
+    if gradient is None:
+        return False
+    return not (gradient._values() if gradient.is_sparse else gradient).any()
+
+
 class GradientEngine:
     """Turns gradients of a backward pass into averages over ranks.
 
@@ -33,9 +41,12 @@ class GradientEngine:
 
     # One update.
 
-    def begin(self, *, exchange: bool, scale: float, loss_scale: float = 1.0) -> None:
+    def begin(
+        self, *, exchange: bool, scale: float, loss_scale: float = 1.0, dummy: bool = False
+    ) -> None:
         """Open a backward pass. If ``exchange``, it ends in sums over ranks times ``scale``,
-        which contains the inverse of ``loss_scale``."""
+        which contains the inverse of ``loss_scale``. Gradients of zero of a ``dummy`` batch leave
+        a parameter unused: an optimizer would decay it."""
 
     def end(self) -> None:
         """Close the backward pass: ``parameter.grad`` holds the averages."""

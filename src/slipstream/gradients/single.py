@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from slipstream.gradients.finite import all_finite, first_nonfinite
-from slipstream.gradients.interface import GradientEngine
+from slipstream.gradients.interface import GradientEngine, is_unused
 from slipstream.gradients.messages import unfrozen
 from slipstream.gradients.segments import NamedParameter
 from slipstream.strategy import SplitConfig
@@ -49,8 +49,11 @@ class SingleReplicaEngine(GradientEngine):
         self._exchange = False
         self._scale = self._loss_scale = 1.0
         self._applied = 1.0  # what gradients were multiplied with already
+        self._unused: Sequence[nn.Parameter] = ()  # before a dummy batch
 
-    def begin(self, *, exchange: bool, scale: float, loss_scale: float = 1.0) -> None:
+    def begin(
+        self, *, exchange: bool, scale: float, loss_scale: float = 1.0, dummy: bool = False
+    ) -> None:
         thawed = [t.name for t in self._frozen if t.parameter.requires_grad]
         if thawed:
             raise unfrozen(thawed)
@@ -58,8 +61,11 @@ class SingleReplicaEngine(GradientEngine):
         self._applied = 1.0
         self._exchange, self._scale, self._loss_scale = exchange, scale, loss_scale
         self.nonfinite = False
+        self._unused = [p for p in self._parameters if p.grad is None] if dummy else []
 
     def end(self) -> None:
+        for parameter in filter(is_unused, self._unused):
+            parameter.grad = None
         if self._exchange:
             self._multiply(self._scale)
             self._applied = self._scale

@@ -64,8 +64,10 @@ class LocalEngine(GradientEngine):
     def nonfinite_here(self) -> tuple[bool, str]:
         return self._used.nonfinite_here()
 
-    def begin(self, *, exchange: bool, scale: float, loss_scale: float = 1.0) -> None:
-        self._used.begin(exchange=exchange, scale=scale, loss_scale=loss_scale)
+    def begin(
+        self, *, exchange: bool, scale: float, loss_scale: float = 1.0, dummy: bool = False
+    ) -> None:
+        self._used.begin(exchange=exchange, scale=scale, loss_scale=loss_scale, dummy=dummy)
 
     def end(self) -> None:
         self._used.end()

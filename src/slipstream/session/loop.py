@@ -247,7 +247,8 @@ class TrainingLoop:
         exchange = self.update_follows
         if self.proof is not None and exchange:
             self.proof.begin(self.steps)
-        self.engine.begin(exchange=exchange, scale=self.window.scale, loss_scale=loss_scale)
+        scale = self.window.scale
+        self.engine.begin(exchange=exchange, scale=scale, loss_scale=loss_scale, dummy=dummy_batch)
         self._exchanged = False  # from here on averages may be mixed with gradients of this rank
         self._nonfinite_here = None
         try:

@@ -114,17 +114,23 @@ class Stages:
         Raises:
             ModelError: modules run in another order than they are registered in, a module at a
                 split point takes no tensor or more than one from before, or the stage returns NaN
-                because it uses a value from before its split point.
+                because it uses a value from before its split point, or a parameter of another
+                stage.
         """
         recorded: Returned = {}
         run = _Run(stage, received, stage == 0, recorded=recorded)
         result = self._forward(run, batch, returned)
-        if stage > 0 and has_nan(result) and not has_nan(received):
+        taken = received if stage > 0 else [batch.args, batch.kwargs]
+        if has_nan(result) and not has_nan(taken):
+            paths = self.split_points.paths
+            behind = f"a parameter of a module behind {paths[stage]!r}" if paths[stage:] else ""
+            before = f"a value (or a parameter) from before {paths[stage - 1]!r} is used after it"
+            before += ", e.g. across a residual block (cut where one tensor flows)"
+            reasons = [before if stage > 0 else "", f"{behind} is used in it" if behind else ""]
             raise ModelError(
-                f"NaN comes out of stage {stage}: either a value (or a parameter) from before "
-                f"{self.split_points.paths[stage - 1]!r} is used after it, e.g. across a residual "
-                "block (cut where one tensor flows), or the model itself computes NaN there (look "
-                "at its parameters, and at rows that are masked wholly)"
+                f"NaN comes out of stage {stage}: either {', or '.join(filter(None, reasons))}, or "
+                "the model itself computes NaN there (look at its parameters, and at rows that are "
+                "masked wholly)"
             )
         return result, recorded
 
