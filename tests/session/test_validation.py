@@ -48,7 +48,7 @@ def test_the_fingerprint_names_what_ranks_must_share() -> None:
 )
 def test_a_strategy_in_the_place_of_the_loader_is_refused(strategy: object) -> None:
     """A script that iterates over a loader of its own would train under the defaults."""
-    with pytest.raises(ModelError, match=r"is the loader, .*; name a strategy: .*, strategy=\.\.\."):
+    with pytest.raises(ModelError, match=r"is the loader, .*; name a strategy: .*strategy="):
         validated(small(), strategy)
 
 
