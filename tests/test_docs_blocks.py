@@ -27,7 +27,8 @@ session = slipstream.accelerate(model, optimizer, DataLoader(torch.ones(8, 4), b
 """
 SAVED = f"{SESSION}slipstream.write_checkpoint(session.checkpoint(), 'checkpoint.pt')\n"
 BEFORE = {f"docs/session.md:{number}": SESSION for number in (1, 2, 3)} | {
-    "docs/session.md:4": SAVED
+    "docs/session.md:4": SAVED,
+    "docs/how-do-i.md:0": SESSION,
 }
 """What a block presumes of the one before it on its page."""
 BLOCKS = {
@@ -90,6 +91,7 @@ def what_a_page_presumes(text: str) -> dict[str, Any]:
         "strategy": {"data": {"balance": {"mean": "tokens"}}},
         "texts": texts,
         "torch": torch,
+        "validation": DataLoader(dataset, batch_size=4),  # type: ignore[arg-type]
     }
     if "loader =" not in text:
         names["loader"] = DataLoader(dataset, batch_size=4)  # type: ignore[arg-type]
@@ -118,6 +120,7 @@ def test_a_block_runs_as_it_is_written(two: Ranks, name: str, tmp_path: Path) ->
         pytest.importorskip("lmdb")
     text = BLOCKS[name].replace("workers=2", "threads=True")  # ranks of the tests start no process
     text = text.replace('"runs/a"', f'"{tmp_path}"').replace("checkpoint.pt", f"{tmp_path}/saved")
+    text = text.replace("model.pt", f"{tmp_path}/model")
     text = text.replace("strategy.yaml", "exact").replace("GradScaler()", "GradScaler('cpu')")
     alone = run(text)
     first, second = two.run(run, text, connect=False)

@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 import slipstream
 from examples import data, meter, models
+from examples.frameworks import text
 from slipstream import comm
 from tests.harness.ranks import Ranks
 from tests.harness.scripts import Script, torchrun
@@ -151,6 +152,19 @@ def test_a_pipeline_trains_as_one_process_does(ranks: int) -> None:
     torch.testing.assert_close(parts[0][0], losses, rtol=1e-5, atol=0)  # losses travel as float32
     trained = list(chain(*(own for _, own in parts)))
     torch.testing.assert_close(trained, parameters, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("updates", [2, 3, 7])
+def test_the_meter_of_the_frameworks_takes_few_updates(
+    updates: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = text.Meter()
+    for _ in range(updates):
+        measured.update(1.0)
+    measured.times = [float(number) for number in range(updates)]
+    measured.report()
+    expected = f"after {updates} updates: loss 1.000, 1.000 s an update"
+    assert expected in capsys.readouterr().out
 
 
 # The models.

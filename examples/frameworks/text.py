@@ -57,8 +57,10 @@ class Meter:
     def report(self) -> None:
         """Say what was measured, on the first rank."""
         if os.environ.get("RANK", "0") == "0":
+            first = min(5, len(self.times) - 2)  # those before it warm up
+            seconds = (self.times[-1] - self.times[first]) / (len(self.times) - 1 - first)
             print(
                 f"after {len(self.times)} updates: loss {mean(self.losses[-5:]):.3f}, "
-                f"{(self.times[-1] - self.times[5]) / (len(self.times) - 6):.3f} s an update",
+                f"{seconds:.3f} s an update",
                 flush=True,
             )

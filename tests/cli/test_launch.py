@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from slipstream.cli import main
+from slipstream.cli.launch import options_behind
 from tests.harness.command_line import COMMAND_LINE
 from tests.harness.ranks import free_port
 from tests.harness.scripts import Script
@@ -309,3 +310,17 @@ def test_the_same_script_runs_without_the_launcher(
     out, err = process.communicate(timeout=150)
     assert process.returncode == 0, err
     assert sorted(out.splitlines()) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "late"),
+    [("import torch\n", ["--nproc", "--strategy"]), ("add_argument('--strategy')\n", ["--nproc"])],
+)
+def test_options_behind_a_script_that_does_not_know_them_are_named(
+    tmp_path: Path, text: str, late: list[str]
+) -> None:
+    """It would train on one rank, or under the defaults."""
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    words = ["--nproc=2", "--strategy", "exact", "--epochs", "3"]
+    assert options_behind(str(script), words) == late

@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from slipstream.gradients.report_rows import exchange_rows
+from slipstream.gradients.segments import SegmentStats
 from slipstream.testbed import Testbed, unavailable
 from slipstream.transport.flat import FlatTransport
 from slipstream.transport.requests import sent_bytes
@@ -207,3 +209,11 @@ def poisoned_early(codec: dict[str, Any]) -> list[bool]:
 def test_an_overflow_is_skipped_before_the_codec_begins_too(two, name) -> None:
     for counts in two.run(poisoned_early, CODECS[name][0]):
         assert counts == [True, False, True, True, True]
+
+
+def test_the_report_shows_the_bytes_of_a_small_model() -> None:
+    segment = SegmentStats(("weight",), num_bytes=40_000, num_collectives=1, wire_bytes=10_000)
+    rows = {row.setting: row for row in exchange_rows([segment], lambda: 20_000)}
+    assert (rows["segments"].value, rows["segments"].note) == ("0.038 MB in 1", "MB: 0.038")
+    assert rows["codec"].value == "0.038 MB -> 0.010 MB on the wire"
+    assert "4.0 times fewer; keeps 2 x 0.019 MB" in rows["codec"].note

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import slipstream
+from slipstream.fusion.checks import useful_settings
 from slipstream.sharding.checks import why_not_sharded
 from slipstream.strategy import Strategy, TraceConfig
 from slipstream.trace import Trace, marks, read
@@ -185,8 +186,24 @@ def test_a_trace_tells_how_the_model_computes(tmp_path: Path) -> None:
         session.step()
     told = read(tmp_path / "trace.json").meta
     assert told["convolutions"] == 0.5
-    assert told["useful_compute"] == ["fuse_bn_act", "fuse_add_act", "fuse_optimizer"]
+    assert told["useful_compute"] == ["fuse_bn_act", "fuse_optimizer"]
     assert not told["prefetchable"]  # there is no loader
+
+
+class Residual(torch.nn.Sequential):
+    """A forward with a sum."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x + super().forward(x))
+
+
+@pytest.mark.parametrize(("kind", "sums"), [(torch.nn.Sequential, False), (Residual, True)])
+def test_sums_have_a_use_where_a_forward_is_not_one_of_torch(
+    kind: type[torch.nn.Sequential], sums: bool
+) -> None:
+    model = torch.nn.Sequential(kind(torch.nn.Linear(3, 3), torch.nn.ReLU()))
+    useful = useful_settings(model, torch.optim.SGD(model.parameters()))
+    assert ("fuse_add_act" in useful) == sums
 
 
 @pytest.mark.parametrize(("kind", "shardable"), [(torch.optim.SGD, True), (Own, False)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from slipstream.cluster.connect import connect
 from slipstream.cluster.environment import Environment
-from slipstream.errors import StrategyError
+from slipstream.errors import ModelError, StrategyError
 from slipstream.session.validation import Validation, validate
 from slipstream.strategy import Strategy
 from tests.session.training import sgd, small
@@ -38,6 +39,17 @@ def test_the_fingerprint_names_what_ranks_must_share() -> None:
         },
         warnings=(),
     )
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["strategy.yaml", Path("strategy.yaml"), {"gradients": {"codec": "int8"}}, Strategy()],
+    ids=lambda strategy: type(strategy).__name__,
+)
+def test_a_strategy_in_the_place_of_the_loader_is_refused(strategy: object) -> None:
+    """A script that iterates over a loader of its own would train under the defaults."""
+    with pytest.raises(ModelError, match=r"is the loader, .*; name a strategy: .*strategy="):
+        validated(small(), strategy)
 
 
 def test_a_rule_that_matches_nothing_is_a_warning() -> None:

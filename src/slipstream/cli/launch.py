@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -25,6 +27,8 @@ from slipstream.version import __version__
 
 # stdout carries rank 0's output alone, so that it can be piped.
 console = Console(stderr=True)
+OWN_OPTIONS = ("--nproc", "--nnodes", "--node-rank", "--rdzv-endpoint", "--strategy")
+"""Without one of these another run would train than was meant."""
 
 
 def launch(
@@ -98,6 +102,10 @@ def launch(
             console.print(Text(shown), soft_wrap=True)
             if not module and (hidden := own_strategy(script)):
                 console.print(Text(f"warning: {hidden}"), style="yellow", soft_wrap=True)
+        if not module and (late := options_behind(script, spec.args)):
+            words = f"warning: {script} gets {', '.join(late)}, which it does not name"
+            text = Text(f"{words}; options of launch come before the script")
+            console.print(text, style="yellow", soft_wrap=True)
     outcome = run(spec, _say_restart)
     if outcome.failure is not None:
         console.print(_failure(outcome.failure))
@@ -137,6 +145,14 @@ def _refuse_with_islands(
             "others at local.rendezvous.store; leave these out, and start jobs on other machines "
             "there"
         )
+
+
+def options_behind(script: str, args: Sequence[str]) -> list[str]:
+    """Options of launch among the arguments of a script whose text does not name them."""
+    given = [word.partition("=")[0] for word in args]
+    names = {name: name[2:].replace("-", "[-_]") for name in OWN_OPTIONS if name in given}
+    text = Path(script).read_text(errors="replace")
+    return [name for name, pattern in names.items() if not re.search(pattern, text)]
 
 
 def _rank_count(nproc: str) -> int:

@@ -12,6 +12,7 @@ from slipstream.fusion.chains import BATCH_NORMS, CHAIN_PARTS
 from slipstream.fusion.channels_last import weights_of_convolutions
 from slipstream.fusion.graphs import check_cuda
 from slipstream.fusion.optimizer import check_fusible
+from slipstream.fusion.patterns import has_own_forward
 from slipstream.fusion.regions import regions_of
 from slipstream.kernels.compiled import check_compiler
 from slipstream.strategy import ComputeConfig, Strategy
@@ -67,7 +68,7 @@ def useful_settings(model: nn.Module, optimizer: Optimizer) -> list[str]:
         "channels_last": _accepts(weights_of_convolutions, model),
         "compile": can_compile and _accepts(regions_of, model, "compute.compile"),
         "fuse_bn_act": can_compile and _has(model, BATCH_NORMS),
-        "fuse_add_act": can_compile and _has(model, CHAIN_PARTS),
+        "fuse_add_act": can_compile and _has(model, CHAIN_PARTS) and _may_add(model),
         "fuse_optimizer": _accepts(check_fusible, optimizer),
     }
     return [name for name, is_useful in useful.items() if is_useful]
@@ -84,3 +85,8 @@ def _accepts(check: Callable[..., object], *args: object) -> bool:
 def _has(model: nn.Module, layers: tuple[type[nn.Module], ...]) -> bool:
     """Looks for no chain: that would run the forward of a model whose user did not ask for it."""
     return any(isinstance(layer, layers) for layer in model.modules())
+
+
+def _may_add(model: nn.Module) -> bool:
+    """Whether a forward may have a sum, of which torch's containers have none."""
+    return any(map(has_own_forward, model.modules()))

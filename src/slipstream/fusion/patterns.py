@@ -122,10 +122,15 @@ class FusedPatterns:
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
     """The modules with a forward of their own, and sequences of modules."""
     for module in model.modules():
-        kind = type(module)
-        own = not kind.__module__.startswith("torch.") and kind.forward is not nn.Module.forward
-        if (own or type(module).forward is nn.Sequential.forward) and "forward" not in vars(module):
+        known = has_own_forward(module) or type(module).forward is nn.Sequential.forward
+        if known and "forward" not in vars(module):
             yield module
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether its forward is none of torch's: only there a sum may be part of a chain."""
+    kind = type(module)
+    return not kind.__module__.startswith("torch.") and kind.forward is not nn.Module.forward
 
 
 def _may_hold_chains(block: nn.Module) -> bool:

@@ -25,12 +25,12 @@ def exchange_rows(
     gradients = sum(len(s.gradients) for s in segments)
     collectives = sum(s.num_collectives for s in segments)
     num_bytes, wire_bytes = sum(s.num_bytes for s in segments), sum(s.wire_bytes for s in segments)
-    sizes = ", ".join(f"{s.num_bytes / 2**20:.1f}" for s in segments[:_SHOWN])
+    sizes = ", ".join(megabytes(s.num_bytes) for s in segments[:_SHOWN])
     more = " ..." if len(segments) > _SHOWN else ""
     plural = "s" * (collectives != 1)
     rows = [
         Row("fused", f"{gradients} gradients -> {collectives} exchange{plural}", "in ready order"),
-        Row("segments", f"{num_bytes / 2**20:.1f} MB in {len(segments)}", f"MB: {sizes}{more}"),
+        Row("segments", f"{megabytes(num_bytes)} MB in {len(segments)}", f"MB: {sizes}{more}"),
     ]
     until = "" if next_phase is None else f" until update {next_phase}"
     if wire_bytes == num_bytes and next_phase is not None:
@@ -38,8 +38,19 @@ def exchange_rows(
     elif wire_bytes != num_bytes:
         note = (  # twice: codecs keep the state before and after an update that may be skipped
             f"{num_bytes / max(wire_bytes, 1):.1f} times fewer; "
-            f"keeps 2 x {kept_bytes() / 2**20:.1f} MB a rank"
+            f"keeps 2 x {megabytes(kept_bytes())} MB a rank"
         )
-        value = f"{num_bytes / 2**20:.1f} MB -> {wire_bytes / 2**20:.2f} MB on the wire{until}"
+        value = f"{megabytes(num_bytes)} MB -> {megabytes(wire_bytes)} MB on the wire{until}"
         rows.append(Row("codec", value, note, "lossy"))
     return rows
+
+
+def megabytes(num_bytes: int) -> str:
+    """A size in units of 2**20 bytes, with more digits below one of them.
+
+    Example:
+        >>> megabytes(25 * 2**20), megabytes(19_482), megabytes(0)
+        ('25.0', '0.019', '0.000')
+    """
+    size = num_bytes / 2**20
+    return f"{size:.1f}" if size >= 1 else f"{size:.3f}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Mapping
+from os import PathLike
 from typing import Any
 from weakref import WeakSet
 
@@ -15,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from slipstream.comm.signature import COMPLEX, FLOATS
 from slipstream.errors import ModelError, StrategyError, UsageError
 from slipstream.strategy import Strategy
+from slipstream.strategy.validate import shown
 
 _DTYPES = (*FLOATS, *COMPLEX)
 ACCELERATED: WeakSet[nn.Module] = WeakSet()
@@ -130,6 +133,19 @@ def check_closure(optimizer: torch.optim.Optimizer) -> None:
         raise ModelError(
             f"{type(optimizer).__name__}.step() needs a closure, which computes gradients inside "
             "the step; a session averages them in backward(), before it: use another optimizer"
+        )
+
+
+def check_loader(loader: object) -> None:
+    """Refuse a strategy in the place of the loader, as the run would train under another one.
+
+    Raises:
+        ModelError: shows it.
+    """
+    if isinstance(loader, str | PathLike | Mapping | Strategy):
+        raise ModelError(
+            f"the third argument of accelerate() is the loader, which gives batches, not "
+            f"{shown(loader)}; name a strategy: accelerate(model, optimizer, strategy=...)"
         )
 
 

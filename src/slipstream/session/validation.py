@@ -23,6 +23,7 @@ from slipstream.parallel.checks import check_parallel
 from slipstream.precision.model_precision import check_precision, precision_warnings
 from slipstream.session.checks import (
     check_closure,
+    check_loader,
     check_model,
     check_optimizer,
     check_replay,
@@ -56,13 +57,15 @@ def validate(
     """Refuse what would only fail later.
 
     Raises:
-        ModelError: the model or the optimizer cannot be accelerated; names the parameter.
+        ModelError: the model or the optimizer cannot be accelerated; names the parameter. Or the
+            loader is a strategy.
         StrategyError: the strategy does not fit the model, the machine or the number of ranks.
         UsageError: activations of the model are recomputed or offloaded already; no compiler.
         OffloadError: there is no room for what is offloaded.
     """
     check_model(model)  # first: the other checks need parameters with shapes and values
     check_optimizer(model, optimizer)
+    check_loader(loader)
     trainables = parameters_of(model, trainable=True)
     check_gradients(trainables, optimizer, strategy.gradients)
     check_precision(model, optimizer, strategy.precision)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import MismatchError, UsageError
+from slipstream.gradients.report_rows import megabytes
 from slipstream.gradients.segments import NamedParameter
 from slipstream.gradients.shards import Shards
 from slipstream.optim.layerwise import Layerwise
@@ -268,7 +269,7 @@ class ShardedModel(WholeModel):
         whole = sum(p.nbytes for p in self._names)
         own = sum(self._shards.shape(p).numel() * p.element_size() for p in self._names)
         sizes = self._gather.num_bytes
-        value = f"{own / 2**20:.1f} of {whole / 2**20:.1f} MB updated here"
+        value = f"{megabytes(own)} of {megabytes(whole)} MB updated here"
         if not sizes:
             return [Row("sharded", value, "gathered after the first update")]
         under = "at the end of step()" if self._at_once else "under the next forward"

@@ -70,7 +70,7 @@ def demo(
     codec if one pays; another training lets ranks train apart and meet, a
     tenth of the model at a time. Then all go on from the same weights, see
     the same batches and take turns, an iteration each. The first line of the
-    result is the gain. About three minutes on 2 cores. Where hosts cannot be emulated,
+    result is the gain. About four minutes on 2 cores. Where hosts cannot be emulated,
     the ranks share this one.
 
     [dim]slipstream demo[/dim]
