@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
 
+import slipstream
 from slipstream.errors import UsageError
 from tests.harness.ranks import Ranks
 from tests.session.test_habits import assert_equal, batches, loss_of, model_of, opened, plain
@@ -170,3 +171,39 @@ def zeroed_in_no_sync(transport: str, to_none: bool) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_zeroing_takes_averages_with_it(two: Ranks, transport: str, to_none: bool) -> None:
     two.run(zeroed_in_no_sync, transport, to_none)
+
+
+def several_losses_of_another(codec: str | None) -> tuple[int, int, str]:
+    """Two passes of an update give gradients to the layer of another optimizer alone, as the losses
+    of two discriminators do."""
+    scale, rank, words = 1024.0, dist.get_rank(), ""
+    model, plainly = model_of(), model_of()
+    mine, other = (SGD(model.get_submodule(name).parameters(), lr=0.1) for name in "20")
+    layer, expected = model.get_submodule("0"), plainly.get_submodule("0")
+    reference = SGD(plainly.parameters(), lr=0.1)
+    with slipstream.accelerate(model, mine, None, {"gradients": {"codec": codec}}) as session:
+        for batch in batches():
+            for factor in (1.0, 2.0):
+                loss = factor * layer(batch[rank]).square().mean()
+                try:
+                    session.backward(scale * loss, loss_scale=scale)
+                except UsageError as error:
+                    words = str(error)
+            other.step()
+            other.zero_grad()
+            (3 * expected(batch).square().mean()).backward()
+            reference.step()
+            reference.zero_grad()
+        assert session.between_updates
+        counts = session.updates, session.skipped
+    if codec is None:
+        assert_equal(model, [p.detach() for p in plainly.parameters()])
+    return *counts, words
+
+
+def test_several_losses_of_another_optimizer_alone_are_one_update(two: Ranks) -> None:
+    for updates, skipped, words in two.run(several_losses_of_another, None):
+        assert (updates, skipped, words) == (4, 0, "")
+    for _, skipped, words in two.run(several_losses_of_another, "int8"):
+        assert skipped == 0
+        assert "backward() was called twice before step()" in words

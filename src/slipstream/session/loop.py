@@ -581,6 +581,7 @@ class TrainingLoop:
             self._other_skips = bool(self._other_skips) or (not finite and self._overflowed())
             for parameter in shared if self._other_skips or self._without_batch else ():
                 parameter.grad = None
+            self._zeroing.used_by_another()
         elif shared and (self.window_open or all(p.grad is None for p in shared)):
             raise messages.other_step(optimizer)
 

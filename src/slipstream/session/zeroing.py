@@ -20,6 +20,7 @@ class Zeroing:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         self._left: tuple[nn.Parameter, torch.Tensor, int] | None = None  # one of the last pass
+        self._of_another = False  # whether that is no parameter of this optimizer
         self._in_window = False  # whether it is a sum that an open window needs
 
     @property
@@ -46,13 +47,22 @@ class Zeroing:
 
     def note(self, *, in_window: bool) -> None:
         """Remember a gradient that a pass has left by its version: values would wait for a GPU.
-        ``in_window``: an update that is still open needs it."""
-        self._left, self._in_window = None, in_window
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._left = parameter, parameter.grad, parameter.grad._version
-                    return
+        ``in_window``: an update that is still open needs it. Where a pass has left none to this
+        optimizer, one of another's parameters tells."""
+        held = (p for group in self._optimizer.param_groups for p in group["params"])
+        left = next((p for p in held if p.grad is not None), None)
+        self._of_another = left is None
+        if left is None:
+            left = next((p for p in self._model.parameters() if p.grad is not None), None)
+        self._left = None
+        if left is not None and left.grad is not None:
+            self._left = left, left.grad, left.grad._version
+        self._in_window = in_window
+
+    def used_by_another(self) -> None:
+        """Let gradients stay that another optimizer has used: its script zeroes them later."""
+        if self._of_another:
+            self._left = None
 
     def forget(self) -> None:
         """Hold no gradient any more: the update is done."""
