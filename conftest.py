@@ -8,10 +8,12 @@ import signal
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from _pytest.doctest import DoctestModule
 from hypothesis import HealthCheck, settings
 
 from tests.harness import marks
@@ -23,13 +25,15 @@ collect_ignore_glob = ["src/slipstream/testbed/_*.py"]
 _NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "KMP_")
 """Set by pytest, and by torch where it is imported or compiles."""
 
+# Before torch is imported, as the conftest.py of a folder that pytest is called with does. Threads
+# that wait for work spin: two a process, with several workers and their ranks on two cores, took
+# most of the time of the suite.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 
 def pytest_configure() -> None:
     # A shell's background jobs ignore Ctrl-C, and so would all that tests start and interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Before torch is imported. Threads that wait for work spin: two a process, with several workers
-    # and their ranks on two cores, took most of the time of the suite.
-    os.environ["OMP_NUM_THREADS"] = "1"
     # A busy machine draws examples slowly; that says nothing of the code.
     settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("busy")
@@ -60,6 +64,19 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail(f"`make quick` would run it, and it starts: {kind}; add @pytest.mark.{kind}")
 
 
+def pytest_collectstart() -> None:
+    gc.disable()  # until the collection ends: what it imports and makes stays
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Generator[None, list[Any], list[Any]]:
+    """Leave out the search for docstrings with examples in files that have none: it costs as much
+    as their import."""
+    found = yield
+    kept = [each for each in found if not isinstance(each, DoctestModule)]
+    return found if kept == found or ">>> " in file_path.read_text() else kept
+
+
 # First: -m, which leaves tests out by their marks, runs in this hook too.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -82,6 +99,7 @@ def pytest_collection_finish() -> None:
     # All that the imports and the collection made stays: nothing need look through it again.
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def _has_gpu() -> bool:

@@ -34,6 +34,11 @@ _OURS = ("tests.", "slipstream.")
 _PROGRAMS = ("python", "unshare", "chromium")
 """Programs that take long. ``ip``, ``ldconfig``, which torch asks once, and the like do not."""
 
+_FLAG = int(sys.version_info >= (3, 12))
+_GLOBALS = {dis.opmap["LOAD_GLOBAL"]: 1, dis.opmap["LOAD_NAME"]: 0}
+_ATTRIBUTES = {dis.opmap["LOAD_ATTR"]: _FLAG, dis.opmap.get("LOAD_METHOD", -1): _FLAG}
+"""By instruction, how many bits of its argument are flags; the others are the number of a name."""
+
 _started: set[str] = set()
 
 
@@ -62,11 +67,13 @@ def started() -> set[str]:
 
 def marks_of(item: pytest.Item) -> set[str]:
     """The marks of a test by the names that its code and the code of its fixtures use."""
-    marks: set[str] = set()
-    seen: set[object] = set()
-    for function in _entries(item):
-        marks |= _reached(function, seen)
-    return marks
+    return {mark for function in _entries(item) for mark in _marks_from(function)}
+
+
+@cache
+def _marks_from(function: Callable[..., Any]) -> frozenset[str]:
+    """The marks of a test or a fixture: once for all parameters and for all tests that use it."""
+    return frozenset(_reached(function, set()))
 
 
 def _entries(item: pytest.Item) -> Iterator[Callable[..., Any]]:
@@ -123,15 +130,21 @@ def _functions(value: object) -> Iterator[FunctionType]:
 
 
 def _names(code: CodeType) -> tuple[set[str], set[str]]:
-    """The globals and the attributes that the code reads, that of inner functions included."""
-    names, attributes = set(), set()
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            names.add(instruction.argval)
-        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            attributes.add(instruction.argval)
-        elif isinstance(instruction.argval, CodeType):
-            inner_names, inner_attributes = _names(instruction.argval)
+    """The globals and the attributes that the code reads, that of inner functions included.
+
+    Its bytes are read here, as `dis` takes a quarter of the time of a collection.
+    """
+    names, attributes, high = set(), set(), 0
+    for opcode, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        argument = high | low
+        high = argument << 8 if opcode == dis.EXTENDED_ARG else 0
+        if opcode in _GLOBALS:
+            names.add(code.co_names[argument >> _GLOBALS[opcode]])
+        elif opcode in _ATTRIBUTES:
+            attributes.add(code.co_names[argument >> _ATTRIBUTES[opcode]])
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            inner_names, inner_attributes = _names(constant)
             names |= inner_names
             attributes |= inner_attributes
     return names, attributes
