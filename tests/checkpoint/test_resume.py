@@ -547,8 +547,9 @@ def dealt_out(folder: str, own: bool, stop: int) -> list[torch.Tensor]:
     torch.manual_seed(3)
     model = Net().eval()
     optimizer = Dealt(model.parameters())
+    also = {"optimizer": optimizer} if own else {"schedule": LinearLR(optimizer)}
     with slipstream.accelerate(model, optimizer) as session:
-        saved = Checkpoints(folder, also={"optimizer": optimizer} if own else None)
+        saved = Checkpoints(folder, also=also)
         for update in range(saved.restore(session), stop):
             batch = words(2 * update + session.rank)
             session.backward(session.model(batch).square().mean())

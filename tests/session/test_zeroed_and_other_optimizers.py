@@ -412,6 +412,46 @@ def test_gradients_kept_for_a_rarer_optimizer_are_not_dropped_in_silence(two: Ra
         assert "give accelerate() the optimizer that steps most rarely" in str(error)
 
 
+def frozen_on_the_way(new: bool) -> list[torch.Tensor]:
+    """The first layer is frozen when its last gradient is there, and only others are zeroed. A
+    ``new`` optimizer steps these; the first one would move the frozen layer by that gradient."""
+    model = model_of()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    session = slipstream.accelerate(model, optimizer) if dist.is_initialized() else None
+    for number, batch in enumerate(batches(5)):
+        if number == 2:
+            model.get_submodule("0").requires_grad_(False)
+            if new:
+                optimizer = SGD(model.get_submodule("2").parameters(), lr=0.1, momentum=0.9)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = None
+        if session is not None:
+            session.backward(loss_of(model, batch[session.rank]))
+        else:
+            torch.stack([loss_of(model, x) for x in batch]).mean().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    if session is not None:
+        assert session.between_updates
+        assert session.updates == 5  # those of the new one, too
+        session.close()
+    return [p.detach() for p in model.parameters()]
+
+
+def test_a_new_optimizer_for_what_is_not_frozen(two: Ranks) -> None:
+    expected = frozen_on_the_way(new=True)
+    for found in two.run(frozen_on_the_way, True):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_an_old_gradient_of_a_frozen_layer_is_not_dropped_in_silence(two: Ranks) -> None:
+    for error in two.fail(frozen_on_the_way, False).values():
+        assert isinstance(error, UsageError)
+        assert "gradients of the last optimizer.step() are still there" in str(error)
+
+
 def skipped_by_both(order: str) -> None:
     model = model_of()
     mine, other = two_of_a_model(model)

@@ -398,8 +398,7 @@ class Checkpoints:
             error = failure
         if self._group is not None:
             agree({}, self._group, error)
-            own = [getattr(part, "optimizer", part) for part in self._also.values()]
-            if all(part is not session.optimizer for part in own):
+            if not any(_has_state_of(session.optimizer, part) for part in self._also.values()):
                 self._check_alike(session, kept)
         elif error is not None:
             raise error
@@ -450,6 +449,13 @@ class Checkpoints:
         failed, self._failed = self._failed, None
         if failed:
             raise CheckpointError(failed)
+
+
+def _has_state_of(optimizer: torch.optim.Optimizer, part: object) -> bool:
+    """Whether the state of ``part`` is that of the optimizer: it, or a framework's wrapper of it;
+    schedulers, which have it, too, save their own alone."""
+    wrapped = isinstance(part, torch.optim.Optimizer) and getattr(part, "optimizer", None)
+    return part is optimizer or wrapped is optimizer
 
 
 def _error_of(step: Callable[[], None]) -> tuple[Literal["", "broken", "now"], str]:

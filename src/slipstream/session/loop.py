@@ -449,6 +449,9 @@ class TrainingLoop:
             self.local.check_outside("step")
         self.sharding.watch.end()
         self.members.check_optimizer()
+        groups = self.optimizer.param_groups
+        if self._dropped and any(p in self._dropped for g in groups for p in g["params"]):
+            raise messages.gradients_kept()  # of a frozen layer, which this step would move
         self.whole.check_gradients()
         self.engine.check_averages()
         if self.proof is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -26,8 +28,7 @@ class Zeroing:
     @property
     def done(self) -> bool:
         """Whether all these gradients are zero, or gone."""
-        held = {p for group in self._optimizer.param_groups for p in group["params"]}
-        return all(map(is_zero, held))
+        return all(map(is_zero, {*self._held()}))
 
     @property
     def done_since(self) -> bool:
@@ -42,15 +43,15 @@ class Zeroing:
 
     def name_of_left(self) -> str:
         """Name a parameter whose gradient is there."""
-        named = self._model.named_parameters()
+        held = {*self._held()}
+        named = ((n, p) for n, p in self._model.named_parameters() if p in held)
         return next((n for n, p in named if not is_zero(p)), "a parameter of the optimizer")
 
     def note(self, *, in_window: bool) -> None:
         """Remember a gradient that a pass has left by its version: values would wait for a GPU.
         ``in_window``: an update that is still open needs it. Where a pass has left none to this
         optimizer, one of another's parameters tells."""
-        held = (p for group in self._optimizer.param_groups for p in group["params"])
-        left = next((p for p in held if p.grad is not None), None)
+        left = next((p for p in self._held() if p.grad is not None), None)
         self._of_another = left is None
         if left is None:
             left = next((p for p in self._model.parameters() if p.grad is not None), None)
@@ -63,6 +64,12 @@ class Zeroing:
         """Let gradients stay that another optimizer has used: its script zeroes them later."""
         if self._of_another:
             self._left = None
+
+    def _held(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters that a backward pass adds to: of one that was frozen on the way the
+        last gradient may stay, as an optimizer that is made then does not zero it."""
+        for group in self._optimizer.param_groups:
+            yield from (p for p in group["params"] if p.requires_grad)
 
     def forget(self) -> None:
         """Hold no gradient any more: the update is done."""
