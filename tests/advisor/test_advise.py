@@ -170,6 +170,42 @@ CASES = (
         ("check its host for other processes",),
     ),
     Case(
+        "even_ranks",
+        Training(ranks=3, late=_late(11.2), phase="data_wait", meta=_on_one_host(0.16, 0.16, 0.16)),
+        Training(ranks=3, late=_late(10.9), phase="data_wait", meta=_on_one_host(0.16, 0.16, 0.16)),
+        "rank 1, data wait",
+        "warning",
+        11.2,
+        ("takes 11.20 ms for data wait, the others 0.0 us", "a slower disk"),
+    ),
+    Case(
+        "even_ranks",
+        Training(ranks=3, late=_late(11.2), meta={"engine": FULLY_SHARD}),
+        Training(ranks=3, late=_late(10.9), meta={"engine": FULLY_SHARD}),
+        "rank 1, forward",
+        "warning",
+        11.2,
+        ("Rank 1 takes 61.20 ms for forward, the others 50.00 ms, in 3 of 3 steps",),
+    ),
+    Case(
+        "look_outside",
+        replace(ALONE, outside=17.9),
+        replace(ALONE, outside=17.6),
+        "script",
+        "warning",
+        0.0,
+        ("runs for 17.90 ms, 10.1% of an iteration", "give the loader to accelerate()"),
+    ),
+    Case(
+        "even_ranks",
+        Training(ranks=3, late=_late(11.2), phase="outside"),
+        Training(ranks=3, late=_late(10.9), phase="outside"),
+        "rank 1",
+        "warning",
+        11.2,
+        ("Rank 1 is the last, by 11.20 ms, in most steps", "do not explain that", "logging"),
+    ),
+    Case(
         "lighten_optimizer",
         replace(ALONE, optimizer=16.8),
         replace(ALONE, optimizer=16.5),
@@ -376,6 +412,17 @@ def test_larger_batches_are_a_note_where_exchanges_stay_exposed() -> None:
     assert found.gain / MS == pytest.approx(0.75 * 210, rel=0.05)
     hidden = replace(training, forward=1000)
     assert accumulate(trace_stats(hidden.trace, hidden.network)) is None
+
+
+def test_a_larger_batch_is_that_of_the_strategy_times_as_large() -> None:
+    training = Training(cuts=(10,), **SLOW)
+    gradients = training.trace.meta["strategy"]["gradients"] | {"accumulate": 2}
+    twice = replace(training, meta={"strategy": {"gradients": gradients}})
+    found = accumulate(trace_stats(twice.trace, twice.network))
+    assert found is not None
+    assert found.patch == {"gradients": {"accumulate": 8}}
+    assert "Exchange once in 8 backward passes" in found.advice
+    assert "is 4 times as large" in found.advice
 
 
 def test_findings_are_sorted_by_gain_and_patches_are_valid_strategies() -> None:

@@ -31,9 +31,16 @@ def test_rates_are_medians_of_iterations_summed_over_ranks():
     assert iterations_per_second(_steps(3, (0.5, 0.5, 9.0))) == pytest.approx(6)
 
 
-def test_one_iteration_without_its_samples_makes_the_rate_unknown():
-    known, unknown = _steps(1, (0.5, 0.5)), _steps(1, (0.5,), samples=None)
+def test_one_step_without_its_samples_makes_the_rate_unknown():
+    known, unknown = _steps(2, (0.5, 0.5)), _steps(2, (0.5, 0.5, 0.5), samples=None)[-2:]
     assert samples_per_second([*known, *unknown]) is None
+
+
+def test_a_rank_without_a_batch_trains_on_no_samples():
+    """The ranks of a loader that is uneven compute dummy batches at its end."""
+    steps = _steps(2, (0.5, 0.5, 0.5))
+    ended = [one._replace(samples=0) if (one.rank, one.step) == (1, 2) else one for one in steps]
+    assert samples_per_second(ended) == pytest.approx(32)
 
 
 def test_the_efficiency_of_a_linear_speed_up_is_one():

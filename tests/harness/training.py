@@ -32,6 +32,7 @@ class Training:
     per_mb: float = 2.0
     forward: float = 50.0
     data_wait: float = 0.0
+    outside: float = 0.0  # of anything that is recorded, behind the wait for data
     reading: Mapping[str, int] = field(default_factory=dict)
     optimizer: float = 10.0
     sizes: Sequence[float] = (1.0,) * 10
@@ -85,13 +86,14 @@ class Training:
         events, starts, ends = [], [], []
         for rank in range(self.ranks):
             at = zero
-            for name in ("data_wait", "forward", "backward"):
+            for name in ("data_wait", "outside", "forward", "backward"):
                 late = self.late(rank, step) if name == self.phase else 0.0
                 start, at = at, at + getattr(self, name) + late
                 ready = {"gradients_ready": [o and o * MS for o in self.offsets]}
                 args = ready if name == "backward" and self.ranks > 1 else {}
                 args = dict(self.reading) if name == "data_wait" else args
-                events.append(_event(name, rank, step, start, at, args))
+                if name != "outside":
+                    events.append(_event(name, rank, step, start, at, args))
             starts.append(start)
             ends.append(at)
         done = max(ends)

@@ -251,6 +251,13 @@ def test_the_loss_after_a_time_falls_with_the_time() -> None:
     assert verdict(late)[0] == late[0].strategy
 
 
+def test_who_asks_for_a_time_is_told_of_the_loss_then() -> None:
+    forecast = LossForecast(calibration())
+    strategy, words = verdict(forecast.after(300.0, [Timed(Strategy(), 1.0)]))
+    assert strategy == Strategy()
+    assert words.endswith("nothing else is predicted to have a lower loss then")
+
+
 def test_losses_that_are_reached_or_never_are_refused() -> None:
     forecast = LossForecast(calibration())
     timed = [Timed(Strategy(), 1.0)]

@@ -102,6 +102,18 @@ def test_a_trace_tells_convolutions_and_the_type_of_weights(precision) -> None:
     assert plan.half is half
 
 
+@pytest.mark.parametrize("asked", [1, 3])
+def test_passes_that_a_script_adds_up_by_itself_are_of_one_batch(asked: int) -> None:
+    work, network = workload(late=0.05), linear_profile(latency=0.01, compute_slowdown=0.3)
+    trace = simulate(work, CommPlan((2, 4, 6), accumulate=6), network, steps=3)
+    trace.meta["strategy"]["gradients"]["accumulate"] = asked  # the others in no_sync()
+    found, plan = workload_of(trace, network), CommPlan.of_trace(trace)
+    assert predict(found, plan, network) == pytest.approx(trace.events[0].duration, rel=1e-6)
+    assert found.samples == pytest.approx(6 / asked * work.samples)
+    assert found.backward == pytest.approx(work.backward)
+    assert found.first_part * found.forward.mean() == pytest.approx(work.forward.mean())
+
+
 def test_another_contention_gives_another_workload() -> None:
     work, network = workload(), linear_profile(compute_slowdown=1.0)
     trace = simulate(work, THIRDS, network)

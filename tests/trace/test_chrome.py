@@ -33,6 +33,13 @@ def test_a_trace_comes_back_to_the_nanosecond(tmp_path, trace):
         assert dict(after.args) == pytest.approx(dict(before.args), rel=0, abs=1e-9)
 
 
+def test_the_loss_and_the_norms_of_a_training_that_diverges_come_back(tmp_path):
+    numbers = {"loss": -3e30, "own_norm2": 1e38, "average_norm2": 1e37}
+    trace = Trace((Event("iteration", 0, 2, 1.0, 1.5, numbers),))
+    write(trace, tmp_path / "t.json")
+    assert read(tmp_path / "t.json") == trace
+
+
 @many
 @given(random_traces(scale=1 / 7))
 def test_slices_of_one_row_never_overlap(tmp_path, trace):

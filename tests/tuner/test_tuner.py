@@ -141,9 +141,21 @@ def test_a_run_without_a_choice_leaves_the_baseline(outcome: str) -> None:
     tuned = script.tune()
     assert tuned.strategy == BASE
     assert re.search(
-        "the run that tried others (failed|hanging): the baseline stays", tuned.verdict
+        "the run that tried others (failed|took too long): the baseline stays", tuned.verdict
     )
     assert script.clock < 1000
+
+
+def test_a_script_that_ends_too_early_for_the_choices_is_told_how_long_they_take() -> None:
+    class Short(Script):
+        def run(self, strategy: Strategy, limit: float) -> Measurement | Failure:
+            if strategy == OPEN:
+                return Failure("no trace", "it ended without a trace")
+            return super().run(strategy, limit)
+
+    tuned = Short({BASE: 1.0}).tune()
+    assert tuned.strategy == BASE
+    assert "ended before its 60 steps and those of a trace, some 80: the baseline" in tuned.verdict
 
 
 def test_what_is_named_stays_named() -> None:

@@ -24,6 +24,7 @@ RULES: tuple[Callable[[TraceStats], Finding | None], ...] = (
     rules.even_ranks,
     rules.gather_less,
     rules.lighten_optimizer,
+    rules.look_outside,
     rules.distrust_clocks,
     rules.miss_steps,
     rules.miss_sizes,

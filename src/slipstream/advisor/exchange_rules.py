@@ -115,7 +115,7 @@ def accumulate(stats: TraceStats) -> Finding | None:
         "gradients.accumulate",
         f"Exposed exchanges take {format_seconds(exposed)} at the best strategy, compute "
         f"{format_seconds(stats.compute)}.",
-        f"Exchange once in {passes} backward passes, if the training allows it. This changes the "
+        f"Exchange once in {total} backward passes, if the training allows it. This changes the "
         f"recipe: the batch of an update is {passes} times as large, there are {passes} times "
         "fewer updates, and learning rate and warm-up need new values.",
         min(max(what_if.gain(base.with_gradients(accumulate=total)), 0.0), exposed),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, groupby
-from statistics import median
+from statistics import median, median_low
 from typing import NamedTuple
 
+from slipstream.analysis.stragglers import median_of_others
 from slipstream.errors import TraceError
 from slipstream.trace.event import BACKWARD, Event, exchange_order
 from slipstream.trace.intervals import Interval, length, subtract, union
@@ -28,6 +30,8 @@ class Exchanges:
         backward: When the last rank ends backward.
         skew: Seconds between the first and the last rank having all gradients.
         lag: Seconds between the median and the last rank having all gradients.
+        late: By rank, how much later than the median of the others it has all gradients, the lower
+            median; empty of one rank.
         ready: When the last rank has each gradient and all before it, in ready order; empty if the
             gradients' sizes are unknown.
     """
@@ -38,6 +42,7 @@ class Exchanges:
     backward: float
     skew: float
     lag: float
+    late: Mapping[int, float]
     ready: tuple[float, ...]
 
     @property
@@ -85,7 +90,7 @@ def typical_exchanges(steps: Sequence[RanksOfStep], sizes: Sequence[int]) -> Exc
     backward = median(one.backward for one in measured)
     skew = median(max(one.all_ready) - min(one.all_ready) for one in measured)
     lag = median(max(one.all_ready) - median(one.all_ready) for one in measured)
-    return Exchanges(cuts, num_bytes, spans, backward, skew, lag, ready)
+    return Exchanges(cuts, num_bytes, spans, backward, skew, lag, _late(measured), ready)
 
 
 def layout_of(step: RanksOfStep) -> tuple[int, ...]:
@@ -108,11 +113,12 @@ def layout_of(step: RanksOfStep) -> tuple[int, ...]:
 class _Measured(NamedTuple):
     """One step, in seconds since the first rank's start of backward.
 
-    ``all_ready`` is by rank, ``ready`` by gradient (on the last rank).
+    ``all_ready`` is by rank, of ``ranks``, ``ready`` by gradient (on the last rank).
     """
 
     spans: list[Interval]
     backward: float
+    ranks: list[int]
     all_ready: list[float]
     ready: list[float]
 
@@ -131,9 +137,20 @@ def _measure(step: RanksOfStep, sizes: Sequence[int]) -> _Measured:
     return _Measured(
         spans,
         max(backward.end for backward in backwards.values() if backward) - zero,
+        [rank for rank, segments in zip(step, by_rank, strict=True) if segments],
         [max(map(_ready_of, segments[-1])) - zero for segments in by_rank if segments],
         [max(times) - zero for times in zip(*ready, strict=True)],
     )
+
+
+def _late(measured: Sequence[_Measured]) -> dict[int, float]:
+    """By rank, how much later than the median of the others it has all gradients."""
+    late: dict[int, list[float]] = defaultdict(list)
+    for one in measured:
+        ordered = sorted(one.all_ready)
+        for rank, ready in zip(one.ranks, one.all_ready, strict=True) if ordered[1:] else ():
+            late[rank].append(ready - median_of_others(ordered, ready))
+    return {rank: median_low(seconds) for rank, seconds in late.items()}
 
 
 def _backward(iteration: Iteration) -> Event | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from slipstream.advisor.exchanges import Exchanges
 from slipstream.advisor.findings import Finding
 from slipstream.advisor.trace_stats import TraceStats
 from slipstream.analysis.stragglers import Straggler
@@ -21,6 +22,8 @@ WAITING = 0.1
 """Exposed exchange under FSDP2, as a share of an iteration."""
 OPTIMIZER_HEAVY = 0.1
 """Optimizer, as a share of an iteration."""
+OUTSIDE = 0.1
+"""Time in which nothing recorded runs, as a share of an iteration."""
 CLOCK_ERROR = 0.01
 """Clock error, as a share of an iteration."""
 
@@ -81,19 +84,26 @@ def feed_faster(stats: TraceStats) -> Finding | None:
 
 
 def even_ranks(stats: TraceStats) -> Finding | None:
-    """Fires when ranks wait more than 5 % of an iteration for the last one's gradients.
+    """Fires when ranks wait more than 5 % of an iteration for the last one's gradients; where
+    these are not exchanged at once, as under FSDP2 and ``local``, when a rank is slower by as much.
 
     Gain: what the worst straggler takes longer than the median of the others; if no rank is
     persistently slow, what the simulator saves where all ranks compute for the average time;
-    unknown if ranks have the same work and wait for cores that they share.
+    unknown if ranks have the same work and wait for cores that they share. Where a rank is last
+    in most steps by more than any is slower in what is recorded, by how much it is.
     """
     exchanges = stats.exchanges
-    if exchanges is None or exchanges.skew <= max(SKEW * stats.iteration, stats.clock_error):
+    if exchanges is None:
+        slow = [one for one in stats.stragglers if one.seconds > SKEW * stats.iteration]
+        return _slow_rank(stats, slow[0]) if slow else None
+    if exchanges.skew <= max(SKEW * stats.iteration, stats.clock_error):
         return None
     evidence = (
         f"The first rank waits {format_seconds(exchanges.skew)} for the last one's gradients, "
         f"{stats.share(exchanges.skew)}"
     )
+    if (last := _unexplained(stats, exchanges)) is not None:
+        return _find_out(stats, last, exchanges.late[last], evidence)
     if not stats.stragglers and stats.waiting_for_cores:
         return _share_cores(stats.waiting_for_cores[0], evidence)
     if not stats.stragglers:
@@ -118,18 +128,44 @@ def even_ranks(stats: TraceStats) -> Finding | None:
             gain,
             {"data": {"balance": {}}} if stats.balanceable else {},
         )
-    worst = stats.stragglers[0]
+    return _slow_rank(stats, stats.stragglers[0], f"{evidence}. ")
+
+
+def _slow_rank(stats: TraceStats, worst: Straggler, evidence: str = "") -> Finding:
     phase = worst.phase.replace("_", " ")
+    less = " If it stays slow, give it less to do: data.balance with speeds: measured."
+    less = "" if stats.fully_shard else less  # which refuses it
     return Finding(
         stats.severity(worst.seconds),
         f"rank {worst.rank}, {phase}",
-        f"{evidence}. Rank {worst.rank} takes {format_seconds(worst.usual + worst.seconds)} for "
+        f"{evidence}Rank {worst.rank} takes {format_seconds(worst.usual + worst.seconds)} for "
         f"{phase}, the others {format_seconds(worst.usual)}, in {worst.iterations} of {worst.of} "
         "steps.",
         "Give this rank the same batch as the others, and check its host for other processes, "
-        "fewer cores, a throttled or slower processor, a slower disk. If it stays slow, give it "
-        "less to do: data.balance with speeds: measured.",
+        f"fewer cores, a throttled or slower processor, a slower disk.{less}",
         worst.seconds,
+    )
+
+
+def _unexplained(stats: TraceStats, exchanges: Exchanges) -> int | None:
+    """Find a rank that is late in most steps, by twice as much as what is recorded explains."""
+    if not exchanges.late:
+        return None
+    last = max(exchanges.late, key=lambda rank: exchanges.late[rank])
+    known = max((s.seconds for s in (*stats.stragglers, *stats.waiting_for_cores)), default=0.0)
+    least = max(SKEW * stats.iteration, stats.clock_error, 2 * known)
+    return last if exchanges.late[last] > least else None
+
+
+def _find_out(stats: TraceStats, rank: int, late: float, evidence: str) -> Finding:
+    return Finding(
+        stats.severity(late),
+        f"rank {rank}",
+        f"{evidence}. Rank {rank} is the last, by {format_seconds(late)}, in most "
+        "steps, and its data wait, forward, backward and optimizer do not explain that.",
+        "See what the script does on this rank between the loader, backward() and step(): reading "
+        "or preparing batches by itself, logging, checkpoints, metrics. Check its host, too.",
+        late,
     )
 
 
@@ -142,6 +178,23 @@ def _share_cores(slow: Straggler, evidence: str) -> Finding:
         "time than ranks of its host: their work is equal, and it waits for cores.",
         "Give each rank cores of its own, and leave some to the exchange: fewer threads or ranks "
         "on a host, no other programs there. No rank is slow, and dealing work anew helps nothing.",
+    )
+
+
+def look_outside(stats: TraceStats) -> Finding | None:
+    """Fires when nothing recorded runs for more than a tenth of an iteration. Gain: unknown."""
+    other = stats.typical.spread("other")
+    if other.mean <= OUTSIDE * stats.iteration:
+        return None
+    return Finding(
+        "warning",
+        "script",
+        f"Nothing that is recorded runs for {format_seconds(other.mean)}, "
+        f"{stats.share(other.mean)}; {format_seconds(other.high)} on rank {other.slowest}.",
+        "See what the script does between the loader, backward() and step(): batches that it reads "
+        "by itself (give the loader to accelerate(), and the wait for it is recorded), copies, "
+        "clipping, metrics, logging, evaluation. Coding by a codec counts, too, and in short "
+        "iterations what slipstream does for itself.",
     )
 
 

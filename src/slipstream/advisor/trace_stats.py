@@ -18,7 +18,7 @@ from slipstream.planner.iteration.traced import gradients_of
 from slipstream.planner.iteration.workload import Workload
 from slipstream.planner.network.profile import NetworkProfile
 from slipstream.planner.search.ranking import MARGIN
-from slipstream.trace.event import FULLY_SHARD, Trace
+from slipstream.trace.event import DATA_WAIT, FULLY_SHARD, Trace
 from slipstream.trace.timeline import Iteration, timeline
 
 WORTHWHILE = 0.01
@@ -159,7 +159,10 @@ def trace_stats(trace: Trace, network: NetworkProfile | None = None) -> TraceSta
 
 
 def _waits_for_cores(one: Straggler, meta: Mapping[str, Any]) -> bool:
-    """Whether a slow rank has the same work as others of its host, whose cores they share."""
+    """Whether a slow rank has the same work as others of its host, whose cores they share; one that
+    waits for its data computes nothing meanwhile."""
+    if one.phase == DATA_WAIT:
+        return False
     hosts, cpu = meta.get("hosts") or (), meta.get("cpu_seconds") or ()
     if not len(hosts) == len(cpu) > one.rank:
         return False

@@ -17,7 +17,7 @@ from slipstream.trace.timeline import Iteration
 def samples_per_second(iterations: Sequence[Iteration]) -> float | None:
     """Sum over ranks of the median over iterations of samples / seconds.
 
-    None if an iteration does not hold its number of samples.
+    None if no rank holds its number of samples in a step; a rank alone without one had no batch.
 
     Example:
         >>> from slipstream.trace.event import Event
@@ -27,8 +27,9 @@ def samples_per_second(iterations: Sequence[Iteration]) -> float | None:
         32.0
     """
     rates: dict[int, list[float]] = defaultdict(list)
+    counted = {iteration.step for iteration in iterations if iteration.samples}
     for iteration in iterations:
-        if not iteration.samples or not iteration.duration:
+        if iteration.step not in counted or not iteration.duration:
             return None
         rates[iteration.rank].append(iteration.samples / iteration.duration)
     return sum(map(median, rates.values()))

@@ -25,10 +25,9 @@ _COUNTS = {
     "queued",
     "samples",
     "ranks",
-    "own_norm2",
-    "average_norm2",
 }
 """Arguments of spans that are never negative."""
+_NORMS = {"own_norm2", "average_norm2"}
 
 Count = Annotated[int, Field(ge=0, le=_MOST)]
 
@@ -65,7 +64,9 @@ def _wrong_argument(args: Mapping[str, Any]) -> str | None:
     for name, value in args.items():
         if name in _COUNTS and not _is_number(value, 0):
             return _wrong(name, args, "a number >= 0", "args.")
-        if name == "loss" and not _is_number(value, -_MOST):
+        if name in _NORMS and not _is_number(value, 0, math.inf):
+            return _wrong(name, args, "a number >= 0", "args.")
+        if name == "loss" and not _is_number(value, -math.inf, math.inf):  # it may diverge
             return _wrong(name, args, "a number", "args.")
     if "ready" in args and not _is_number(args["ready"], -_MOST):
         return _wrong("ready", args, "a number of microseconds", "args.")
@@ -77,8 +78,8 @@ def _wrong_argument(args: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _is_number(value: Any, least: float) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and least <= value <= _MOST
+def _is_number(value: Any, least: float, most: float = _MOST) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and least <= value <= most
 
 
 def _is_count(value: Any, most: int) -> bool:

@@ -63,6 +63,12 @@ LEAST_MEASURED = 3
 HANG_FACTOR = 3.0
 ROOM = 3.0  # of the budget, for the first run
 PATIENCE = 60.0  # seconds that the first run gets at least, if the budget allows
+ENDED = {
+    "failed": "failed",
+    "hanging": "took too long",
+    "no trace": f"ended before its {UPDATES} steps and those of a trace, some 80",
+}
+"""What became of a run, in words, by the status of its failure."""
 KEPT_BACK = "the rest of the budget is for the comparison with the baseline"
 LEAST_BUDGET = 30.0
 """Seconds; processes that import torch are started and ended in less, and do nothing yet."""
@@ -171,7 +177,8 @@ class Tuner:
         outcome = self.run(searching, min(self._left(), HANG_FACTOR * needed))
         if isinstance(outcome, Failure):
             self._log.note(searching, None, outcome, "the exact choices in turn")
-            return baseline, f"the run that tried others {outcome.status}: the baseline stays"
+            ended = ENDED[outcome.status]
+            return baseline, f"the run that tried others {ended}: the baseline stays"
         best = chosen(outcome.trace, self.base)
         seconds = self._log.note(best, None, outcome, f"kept of the exact: {reason(outcome.trace)}")
         assert seconds is not None

@@ -104,7 +104,8 @@ class MeasuredSteps:
         transport = traced_transport(trace)
         slowdown = network.contention(RECIPES[transport].direct).compute_slowdown
         early = sends_early(transport)
-        measured = [measure(step, gradients, slowdown, early) for step in steps]
+        accumulate = traced_accumulation(trace)
+        measured = [measure(step, gradients, slowdown, early, accumulate) for step in steps]
         return cls(
             trace,
             gradients,
@@ -120,6 +121,8 @@ class MeasuredSteps:
         rows = slice(None) if chosen is None else np.asarray(chosen, dtype=int)
         stacked = {name: values[rows] for name, values in self.stacked.items()}
         typical: dict[str, Any] = {name: np.median(stacked[name], axis=0) for name in MEDIANS}
+        whole = float(typical["forward"].sum())
+        first_part = float(np.median(stacked["first_part"], axis=0).sum()) / whole if whole else 1.0
         passes = np.median(stacked["passes"], axis=0)
         # Ranks begin an iteration by their own optimizer later than the last exchange ended.
         exchanges_ended = np.median(stacked["start"] - typical["optimizer"], axis=1)
@@ -151,6 +154,7 @@ class MeasuredSteps:
             convolutions=float(trace.meta.get("convolutions", 0.0)),
             half=in_half(trace),
             reading=np.where(is_late, reading, 0.0) if is_late.any() else None,
+            first_part=first_part,
         )
 
     @property
@@ -249,7 +253,11 @@ def in_flight(
 
 
 def measure(
-    step: Step, gradients: Sequence[Gradient], slowdown: float, early: bool = False
+    step: Step,
+    gradients: Sequence[Gradient],
+    slowdown: float,
+    early: bool = False,
+    accumulate: int = 1,
 ) -> dict[str, Array]:
     """Work of one step by rank; ``marks``: when each gradient was ready and backward ended.
 
@@ -258,14 +266,18 @@ def measure(
         gradients: in ready order.
         slowdown: compute takes ``1 + slowdown`` times as long while an exchange is in flight.
         early: or while about half of the ranks have handed it over.
+        accumulate: backward passes of an update, as the strategy says; where a script makes more,
+            by `no_sync()` or for several losses, all but the last of a pass count as its forward.
     """
     work = _Work(union(in_flight(step, fmean if early else max)), slowdown)
     rows: dict[str, list[Any]] = defaultdict(list)
     for one in step:
         backwards = [event for event in one.events if event.name == BACKWARD]
-        last, passes = backwards[-1], len(backwards)
-        for name, event_name in (("data_wait", DATA_WAIT), ("forward", FORWARD)):
-            rows[name].append(work.spent(one, event_name) / passes)
+        last, passes = backwards[-1], min(len(backwards), accumulate)
+        forward, earlier = work.spent(one, FORWARD), backwards[: len(backwards) - passes]
+        rows["data_wait"].append(work.spent(one, DATA_WAIT) / passes)
+        rows["forward"].append((forward + work.during(earlier)) / passes)
+        rows["first_part"].append(forward / len(backwards))
         rows["optimizer"].append(work.spent(one, OPTIMIZER))
         rows["other"].append(breakdown(one).parts.other)
         rows["samples"].append(one.samples / passes)
@@ -296,7 +308,10 @@ class _Work:
 
     def spent(self, iteration: Iteration, name: str) -> float:
         """The work in the spans of one name."""
-        spans = [event for event in iteration.events if event.name == name]
+        return self.during(event for event in iteration.events if event.name == name)
+
+    def during(self, spans: Iterable[Event]) -> float:
+        """The work in these spans."""
         return float(sum(self.at(span.end) - self.at(span.start) for span in spans))
 
 
@@ -343,6 +358,12 @@ def traced_transport(trace: Trace) -> TransportKind:
             f"known: {', '.join(RECIPES)}; record it under one of these"
         )
     return cast(TransportKind, kind)
+
+
+def traced_accumulation(trace: Trace) -> int:
+    """Backward passes of an update, as the strategy of a trace says."""
+    settings = (trace.meta.get("strategy") or {}).get("gradients") or {}
+    return int(settings.get("accumulate", 1))
 
 
 def traced_sharding(trace: Trace) -> ShardedConfig | None:

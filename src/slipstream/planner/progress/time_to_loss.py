@@ -333,7 +333,8 @@ def verdict(
         )
         return clear.strategy, words
     if first.strategy == base:
-        return base, "stay with the baseline: nothing else is predicted to reach it sooner"
+        sooner = "reach it sooner" if isinstance(first, TimeToLoss) else "have a lower loss then"
+        return base, f"stay with the baseline: nothing else is predicted to {sooner}"
     words = f"{label(first.strategy)} {first.in_words}, so only {first.better:.0%} sure that it is"
     return base, f"stay with the baseline: {words} better"
 
