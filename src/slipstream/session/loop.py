@@ -21,7 +21,6 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from slipstream.checks.own_view import UpdateCount
 from slipstream.codecs.compressor import any_infinite
 from slipstream.errors import UsageError
 from slipstream.gradients.finite import all_finite
@@ -60,7 +59,6 @@ class TrainingLoop:
         members: the parameters that are trained.
         local: holds the meetings of ranks that train on their own; None: they do not.
         proof: compares ranks now and then; None: it is not asked for.
-        progress: is told of each update.
 
     Attributes:
         engine: averages the gradients.
@@ -80,7 +78,6 @@ class TrainingLoop:
         members: Members,
         local: LocalTraining | None,
         proof: Proof | None,
-        progress: UpdateCount,
     ) -> None:
         # Not ``given`` itself: its handles would close a circle, see below.
         self.model, self.optimizer, self.device = given.model, given.optimizer, given.cluster.device
@@ -88,7 +85,7 @@ class TrainingLoop:
         self.sharding, self.search = exchange.sharding, exchange.search
         self.dims, self.window, self.precision = given.dims, window, precision
         self.tracer, self.members, self.local = tracer, members, local
-        self.progress, self.explaining, self.proof = progress, given.explaining, proof
+        self.progress, self.explaining, self.proof = given.progress, given.explaining, proof
         self._on_nonfinite = given.strategy.checks.nonfinite
         self.steps = self.skipped = self.backwards = 0
         self._in_no_sync = 0  # of the backward passes
