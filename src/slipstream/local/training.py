@@ -382,12 +382,12 @@ class LocalTraining:
             own = [*(t.parameter for t in self._trained), *(p for _, p in self._frozen)]
             parameters = [*dict.fromkeys([*self._model.parameters(), *own])]
             kept = {p: p.detach().clone() for p in parameters}
-            buffers = [meeting.read_buffers() for meeting in self._meetings]
+            buffers = [meeting.buffers.read() for meeting in self._meetings]
             held = dict(self._model.named_buffers(remove_duplicate=False))
             for meeting in self._meetings:
                 meeting.write(meeting.outer)
                 if meeting.done:
-                    meeting.write_buffers(meeting.buffers)
+                    meeting.buffers.write(meeting.buffers.shared)
         self.evaluates = True
         as_updated = self._versions == versions
         try:
@@ -399,7 +399,7 @@ class LocalTraining:
                 for p, value in kept.items():
                     p.copy_(value)
                 for meeting, values in zip(self._meetings, buffers, strict=True):
-                    meeting.write_buffers(values, held)
+                    meeting.buffers.write(values, held)
             if as_updated:
                 self._versions = self._present_versions()
         if changed:
@@ -563,7 +563,7 @@ class LocalTraining:
                 meeting.write(meeting.outer)
             return
         for number, meeting in enumerate(self._meetings):
-            mine, buffers = meeting.read(), meeting.offer_buffers()
+            mine, buffers = meeting.read(), meeting.buffers.offer()
             self.island.average(buffers)
             counts = self.updates > 0 and meeting.can_meet(mine, buffers)
             both = torch.cat([mine, buffers])
@@ -574,7 +574,8 @@ class LocalTraining:
                     counts = False
             own, others = both.split([len(mine), len(buffers)])
             meeting.write(own if counts else meeting.outer)
-            meeting.write_buffers(meeting.agreed_buffers(others) if counts else meeting.buffers)
+            agreed = meeting.buffers.agreed(others) if counts else meeting.buffers.shared
+            meeting.buffers.write(agreed)
 
     @contextmanager
     def _keeping_what_was_written(self) -> Iterator[None]:
@@ -583,11 +584,11 @@ class LocalTraining:
         if self._versions == self._present_versions():
             yield
             return
-        kept = [(meeting.read(), meeting.read_buffers()) for meeting in self._meetings]
+        kept = [(meeting.read(), meeting.buffers.read()) for meeting in self._meetings]
         yield
         for meeting, (values, buffers) in zip(self._meetings, kept, strict=True):
             meeting.write(values)
-            meeting.write_buffers(buffers)
+            meeting.buffers.write(buffers)
 
     def _present_versions(self) -> list[tuple[int, int]]:
         """List the parameters' versions and places: torch does not count where ``data`` is set."""
