@@ -235,7 +235,7 @@ class Checkpoints:
         return [Row("checkpoints", str(self._folder.path), note)]
 
     def _abandon(self) -> None:
-        """As `close`, after an error. The threads of all ranks finish what they have begun: one
+        """Do as `close`, after an error. The threads of all ranks finish what they have begun: one
         that is gone ends them by an error."""
         self._signals.abandon()
         self._join()

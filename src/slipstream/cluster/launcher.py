@@ -361,7 +361,7 @@ def _last_error(log: Path, returncode: int) -> str | None:
 
 @contextmanager
 def _quiet_and_interruptible() -> Iterator[None]:
-    """Without the agent's log messages, and with a Ctrl-C that ends a wait for other nodes.
+    """Inside, the agent logs nothing, and a Ctrl-C ends a wait for other nodes.
 
     `run` reports what matters. Python's own handler would run only when torch's C++ code returns.
     Once the ranks start, the agent installs handlers of its own, but for what this process ignores,

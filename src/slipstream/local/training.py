@@ -604,7 +604,7 @@ class LocalTraining:
             raise ExchangeError(self._exchanges.failure)
 
     def abandon(self) -> None:
-        """After an error the other ranks may not be there to meet."""
+        """Meet nobody after an error: the other ranks may not be there."""
 
     def report_rows(self) -> list[Row]:
         """Report the rounds, and what they send."""

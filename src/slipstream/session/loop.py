@@ -639,7 +639,7 @@ class TrainingLoop:
         raise messages.clip_outside(where)
 
     def complaint(self) -> UsageError | str | None:
-        """At the end: an error where nothing was ever trained, a warning of what is dropped."""
+        """An error at the end, where nothing was ever trained, or a warning of what is dropped."""
         if not self.window_open or (self.backwards < 2 and self.window.accumulate == 1):
             return None
         awaiting = self.backwards - self._in_no_sync  # a step(), each of them
