@@ -66,7 +66,7 @@ class InnerHooks:
     def _refuse_others(self, optimizer: Optimizer) -> None:
         handles = self._before, self._after
         hooks = [hook for handle in handles for hook in (handle.hooks_dict_ref() or {}).values()]
-        if any(not str(hook.__module__).startswith("slipstream.") for hook in hooks):
+        if any(map(is_foreign, hooks)):
             raise UsageError(
                 f"hooks of {type(optimizer).__name__}.step() run around its super().step(), too, "
                 "where with gradients.transport sharded they would see this rank's shards of the "
@@ -77,6 +77,11 @@ class InnerHooks:
         """Take the hooks off."""
         self._before.remove()
         self._after.remove()
+
+
+def is_foreign(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is not slipstream's."""
+    return not str(hook.__module__).startswith("slipstream.")
 
 
 def _exchanges(hook: Callable[..., Any]) -> bool:
