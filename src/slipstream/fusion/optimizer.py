@@ -268,7 +268,7 @@ def _all_lie_side_by_side(
         or not {n.dtype for n in counts} <= {*COUNTED_IN}
         or len(devices) > 1
         or ("cpu" not in devices and not {n.device.type for n in counts} <= devices)
-        or not all(p.is_contiguous() or _has_no_holes(p) for p in parameters)
+        or not all(p.is_contiguous() or _is_dense(p.shape, p.stride()) for p in parameters)
     ):
         return False
     dtypes = [p.dtype for p in parameters]
@@ -285,10 +285,6 @@ def _has_kernel(dtype: torch.dtype, device: str) -> bool:
     """Whether torch has a kernel that is right: on a CPU, SGD's of torch 2.13 leaves most 16-bit
     values as they were (pytorch #191763)."""
     return dtype.is_floating_point and (device != "cpu" or dtype.itemsize >= 4)
-
-
-def _has_no_holes(parameter: Tensor) -> bool:
-    return _is_dense(parameter.shape, parameter.stride())
 
 
 @lru_cache(maxsize=4096)

@@ -367,7 +367,8 @@ class Meeting:
         flight = self.flight
         codec = [] if self._compressor is None else [*map(dict, self._compressor.state())]
         sent = None if flight is None else flight.sent.clone()
-        buffers = None if flight is None else flight.own_buffers[: len(self.buffers)].clone()
+        size = len(self.buffers.shared)
+        buffers = None if flight is None else flight.own_buffers[:size].clone()
         due = None if flight is None else flight.due
         return {
             "done": self.done,

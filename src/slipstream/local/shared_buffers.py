@@ -38,10 +38,6 @@ class SharedBuffers:
         self._sizes: list[tuple[int, ...]] = []
         self.shared = self.read(given)
 
-    def __len__(self) -> int:
-        """Number of their values."""
-        return len(self.shared)
-
     def read(self, given: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         """Copy this rank's, or those that are given by name.
 
@@ -93,7 +89,7 @@ class SharedBuffers:
     def agreed(self, mean: torch.Tensor) -> torch.Tensor:
         """Take buffers out of a mean of offers; one that no rank has changed keeps its bits, as
         means round, and of a mask of infinite values there is none."""
-        values, changed = mean.split([len(self), len(self._lengths)])
+        values, changed = mean.split([len(self.shared), len(self._lengths)])
         parts = zip(values.split(self._lengths), self.shared.split(self._lengths), strict=True)
         flags = zip(parts, (changed != 0).tolist(), strict=True)
         agreed = [new if flag else old for (new, old), flag in flags]
@@ -112,7 +108,7 @@ class SharedBuffers:
             offered: by this rank.
             ranks: of which it is a mean.
         """
-        shared, sent = self.shared, offered[: len(self)]
+        shared, sent = self.shared, offered[: len(self.shared)]
         near = (4 + ranks) * torch.finfo(sent.dtype).eps * sent.abs()  # as such a mean rounds
         alike = ((sent - shared).abs() <= near) | _same(sent, shared)
         each = [same.all() for same in alike.split(self._lengths)]
