@@ -58,7 +58,7 @@ class OtherRanks:
         return RankState.model_validate_json(said), now - self._heard[rank][1]
 
     def last_words(self) -> dict[int, RankState]:
-        """What others have said last, as far as this rank has heard, by rank."""
+        """The last words of others, as far as this rank has heard them, by rank."""
         heard = sorted(self._heard.items())
         return {rank: RankState.model_validate_json(said) for rank, (said, _) in heard if said}
 

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 
 from slipstream.checks.heartbeat import Heartbeat
@@ -264,9 +266,7 @@ def _offload(given: Given) -> None:
         given.handles.add(offload(given.model, config, local_ranks=local_ranks, rank=cluster.rank))
 
 
-def _proof(
-    given: Given, exchange: GradientExchange, local: LocalTraining | None
-) -> Proof | None:
+def _proof(given: Given, exchange: GradientExchange, local: LocalTraining | None) -> Proof | None:
     """Compare ranks now and then, if the strategy asks for it."""
     config = given.strategy.checks
     if config.every is None:

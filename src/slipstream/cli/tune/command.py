@@ -214,7 +214,12 @@ def parse_budget(text: str) -> float:
 
 
 def _check_effects(
-    cluster: Path | None, updates: int | None, rate: str | None, nodes: int | None, *, exact_only: bool
+    cluster: Path | None,
+    updates: int | None,
+    rate: str | None,
+    nodes: int | None,
+    *,
+    exact_only: bool,
 ) -> None:
     """Refuse options that change nothing.
 
