@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import slipstream
-from slipstream.checks import heartbeat, own_view
+from slipstream.checks import other_ranks, own_view
 from slipstream.checks.autopsy import Autopsy, by_stack
 from slipstream.errors import HangError
 from slipstream.transport.flat import FlatTransport
@@ -297,7 +297,7 @@ def in_place(host: str, train_there: Callable[..., T], *args: object) -> T:
 
 
 def holds_the_gil_elsewhere(folder: Path) -> int:
-    with patch.object(heartbeat, "WATCHERS", 1):  # else the last rank has looked before
+    with patch.object(other_ranks, "WATCHERS", 1):  # else the last rank has looked before
         return in_place("first" if dist.get_rank() == 0 else "second", holds_the_gil, folder)
 
 

@@ -19,7 +19,8 @@ from slipstream.cli.store import open_store
 from slipstream.errors import ClusterError, UsageError
 from slipstream.local import rendezvous
 from slipstream.local.open_carrier import _floats, _layout, _values
-from slipstream.local.rendezvous import Rendezvous, View
+from slipstream.local.rendezvous import Rendezvous
+from slipstream.local.view import View
 from tests.local.reference import flat
 from tests.local.test_beginnings import another, still
 from tests.local.test_rendezvous import apart, joined

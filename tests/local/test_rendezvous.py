@@ -28,7 +28,8 @@ from slipstream.errors import ClusterError, LaunchError, ModelError, StrategyErr
 from slipstream.local import open_carrier, rendezvous
 from slipstream.local.model import LocalModel
 from slipstream.local.open_training import OpenTraining
-from slipstream.local.rendezvous import Rendezvous, View
+from slipstream.local.rendezvous import Rendezvous
+from slipstream.local.view import View
 from slipstream.strategy import RendezvousConfig, Strategy
 from tests.harness.command_line import COMMAND_LINE
 from tests.harness.ranks import Ranks, free_port

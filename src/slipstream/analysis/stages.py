@@ -57,7 +57,7 @@ def typical_stages(
 
 
 def measured_bubble(events: Iterable[Event]) -> dict[int, float]:
-    """By rank, 1 - busy / window; the median of its steps.
+    """The idle share of each rank, 1 - busy / window; the median of its steps.
 
     The window of a step lasts from the first forward to the end of the last backward of any rank;
     busy is the time in which the rank computed.

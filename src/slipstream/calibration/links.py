@@ -265,10 +265,10 @@ def _listen(facts: HostFacts) -> socket.socket | None:
     return socket.create_server((address, 0), family=family, backlog=128)
 
 
-def _get(store: Store, key: str, seconds: float = COME_SECONDS) -> str | None:
+def _get(store: Store, key: str) -> str | None:
     """A value of the store; None: nobody sets it in time."""
     try:
-        store.wait([key], timedelta(seconds=seconds))
+        store.wait([key], timedelta(seconds=COME_SECONDS))
     except RuntimeError:
         return None
     return store.get(key).decode()

@@ -8,8 +8,9 @@
             saved.step(session, every=200)          # written beside training
 
 ``checkpoints`` has the verbs, ``writing`` is the thread, ``folder`` says which folders are whole,
-``storage`` writes and reads one by ``torch.distributed.checkpoint``, ``parts`` cuts a state into
-tensors and the rest, ``stopping`` makes ranks stop at the same update after a signal.
+``storage`` writes and reads one by ``torch.distributed.checkpoint``, ``contents`` is what a rank
+saves, ``parts`` cuts that into tensors and the rest, ``stopping`` makes ranks stop at the same
+update after a signal.
 """
 
 from slipstream.checkpoint.checkpoints import Checkpoints as Checkpoints

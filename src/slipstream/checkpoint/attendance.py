@@ -53,5 +53,5 @@ class Attendance:
         self._group = None
 
     def abandon(self) -> None:
-        """As `close`, after an error: other ranks may not answer."""
+        """Do as `close`, after an error: other ranks may not answer."""
         self._group = None

@@ -5,37 +5,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol
+from typing import IO, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slipstream.checkpoint import parts, storage
+from slipstream.checkpoint import contents, parts, storage
 from slipstream.checkpoint.attendance import Attendance
+from slipstream.checkpoint.contents import AnySession, KeepsState
 from slipstream.checkpoint.folder import BrokenCheckpoint, Folder, check
 from slipstream.checkpoint.stopping import StopSignals
 from slipstream.checkpoint.writing import Writing, advice
-from slipstream.data import randomness
-from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import CheckpointError, UsageError
-from slipstream.parallel.dims import gather_objects, mesh_of
-from slipstream.session.session import Session
+from slipstream.parallel.dims import gather_objects
 from slipstream.strategy import Row
-from slipstream.transport.consistency import agree, any_of, broadcast_from_first
+from slipstream.transport.consistency import agree
 from slipstream.tuner.trials import checkpoints_of
-
-AnySession = Session[Any, Any]
-BESIDE = "rank"
-"""The part of a rank's state that ``session.checkpoint()`` does not have."""
-
-
-class KeepsState(Protocol):
-    """A scheduler, a sampler, a counter of the script."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> object: ...
 
 
 class Checkpoints:
@@ -145,7 +131,7 @@ class Checkpoints:
                         stacklevel=2,
                     )
                 continue
-            self._take(session, saved)
+            contents.give_back(session, self._also, saved)
             if session.rank == 0:
                 for broken in self._found[self._found.index(path) + 1 :]:
                     self._folder.set_aside(broken)
@@ -249,7 +235,7 @@ class Checkpoints:
         return [Row("checkpoints", str(self._folder.path), note)]
 
     def _abandon(self) -> None:
-        """As `close`, after an error. The threads of all ranks finish what they have begun: one
+        """Do as `close`, after an error. The threads of all ranks finish what they have begun: one
         that is gone ends them by an error."""
         self._signals.abandon()
         self._join()
@@ -334,72 +320,19 @@ class Checkpoints:
                 return broken[0], []
         return "", saved
 
-    def _take(self, session: AnySession, saved: Sequence[Mapping[str, Any]]) -> None:
-        states = [{k: v for k, v in one.items() if k != BESIDE} for one in saved]
-        mesh = saved[0][BESIDE].get("mesh", _mesh(session))
-        same = len(saved) == session.world_size and mesh == _mesh(session)
-        mine = saved[session.rank if same else 0][BESIDE]
-        if (place := mine.get("place")) is not None:  # older checkpoints have that of rank 0
-            states[0] = {**states[0], "session": {**states[0]["session"], "data": place}}
-        session.restore([state for state in states if state])
-        if place is not None and not same and session.rank == 0:
-            warnings.warn(
-                "the loader keeps a state of its own, and the ranks that saved it are others: each "
-                "goes on with that of rank 0",
-                stacklevel=3,
-            )
-        if missing := sorted({*self._also} - {*mine["also"]}):
-            warnings.warn(
-                f"the checkpoint has no state of {', '.join(missing)}, which begins anew",
-                stacklevel=3,
-            )
-        for name, keeper in self._also.items():
-            if name in mine["also"]:
-                keeper.load_state_dict(mine["also"][name])
-        if not same:  # random numbers of other ranks or places: each goes on with its own
-            return
-        loader = _loader_of(session)
-        if loader is not None:  # older checkpoints have those of a pass under way alone
-            loader.restore_generators(mine.get("generators", ()))
-        begun = mine["pass"]
-        if isinstance(begun, list):  # as it was written first: torch's own numbers alone
-            begun = {"default": {**mine["random"], "torch": begun[0]}, "loader": begun[1:]}
-        if begun is not None and loader is not None:
-            loader.draw_with(begun)
-        randomness.restore(mine["random"])
-
     def _start(self, session: AnySession) -> None:
         """Copy the state, and let a thread write it."""
         error: Exception | None = None
         kept: dict[str, list[str]] = {}
         pieces: dict[str, torch.Tensor] = {}
         try:
-            # first: ranks wait for one another in it, also for one whose other states fail
-            state = session.checkpoint(sharded=True)
-            loader = _loader_of(session)
-            place = {} if loader is None else loader.position()
-            beside = {
-                "also": {name: keeper.state_dict() for name, keeper in self._also.items()},
-                "random": randomness.state(),
-                "mesh": _mesh(session),
-                "pass": None if loader is None else loader.drawn_with,
-                "generators": [] if loader is None else loader.generators,
-                "place": place if "own" in place else None,
-            }
-            if state["optimizer"]["ranks"] == 1:  # the first rank has the same
-                states = state["optimizer"]["optimizer"].get("state", {})
-                kept = {
-                    str(n): sorted(map(str, s)) for n, s in states.items() if isinstance(s, dict)
-                }
-                if session.rank:
-                    del state["optimizer"]
-            pieces = parts.cut({**state, BESIDE: beside}, session.rank)
+            state, kept = contents.collected(session, self._also)
+            pieces = parts.cut(state, session.rank)
         except Exception as failure:  # of any kind: the other ranks wait for this one's answer
             error = failure
         if self._group is not None:
             agree({}, self._group, error)
-            if not any(_has_state_of(session.optimizer, part) for part in self._also.values()):
-                self._check_alike(session, kept)
+            contents.check_alike(session, self._also, kept, self._group)
         elif error is not None:
             raise error
         count = session.common_updates
@@ -408,22 +341,6 @@ class Checkpoints:
             staged = writer.stage(pieces)
         self._writing = Writing(staged, writer, self._group, count)
         self._writing.start()
-
-    def _check_alike(self, session: AnySession, kept: Mapping[str, Sequence[str]]) -> None:
-        """Refuse to save the optimizer of rank 0 alone, where others keep what it does not.
-
-        Raises:
-            UsageError: on all ranks alike.
-        """
-        assert self._group is not None
-        first = broadcast_from_first(kept, self._group)
-        if any_of(kept != first, self._group):
-            name = type(session.optimizer).__name__
-            raise UsageError(
-                f"{name} keeps states of other parameters on some ranks than on rank 0, as one "
-                "that deals its work out to ranks does, and a checkpoint has those of rank 0; "
-                "save those of each rank, too: Checkpoints(..., also={'optimizer': optimizer})"
-            )
 
     def _join(self) -> None:
         """Wait for the thread; remember its failure."""
@@ -451,13 +368,6 @@ class Checkpoints:
             raise CheckpointError(failed)
 
 
-def _has_state_of(optimizer: torch.optim.Optimizer, part: object) -> bool:
-    """Whether the state of ``part`` is that of the optimizer: it, or a framework's wrapper of it;
-    schedulers, which have it, too, save their own alone."""
-    wrapped = isinstance(part, torch.optim.Optimizer) and getattr(part, "optimizer", None)
-    return part is optimizer or wrapped is optimizer
-
-
 def _error_of(step: Callable[[], None]) -> tuple[Literal["", "broken", "now"], str]:
     """Whether a checkpoint is broken, or cannot be read now, and why, in words."""
     try:
@@ -468,15 +378,3 @@ def _error_of(step: Callable[[], None]) -> tuple[Literal["", "broken", "now"], s
         why = "; ".join(storage.failures(error).values())
         return "now" if storage.of_the_machine(error) else "broken", why
     return "", ""
-
-
-def _loader_of(session: AnySession) -> UnevenInputLoader | None:
-    try:
-        return session.loader
-    except UsageError:
-        return None
-
-
-def _mesh(session: AnySession) -> dict[str, int]:
-    """The ranks along each axis: what a rank computes is told by its number and these."""
-    return mesh_of(session.strategy.parallel, session.world_size).sizes

@@ -138,7 +138,7 @@ class StopSignals:
         self.abandon()
 
     def abandon(self) -> None:
-        """As `close`, after an error: other ranks may not answer."""
+        """Do as `close`, after an error: other ranks may not answer."""
         self._asked = self._group = None
         _installed.discard(self)
         for number, before in self._before.items():

@@ -3,13 +3,6 @@
 A thread of its own does it, with a connection of its own to the store of the process group, so that
 it needs nothing of the main thread.
 
-[Note: What is a hang]
-Two things. A rank whose heartbeat stops: its process is stopped or gone, its host is down, or cut
-off. Its neighbour, the rank before it, watches for that, so that looking costs each rank the same
-on any number of them. Or: some ranks wait for others, and no rank at all shows a sign of life,
-which is computing, moving bytes, or moving on in its script (``vitals``, ``stacks``). So a rank
-that evaluates or saves for an hour is none, and one that sleeps is. A debugger is none either.
-
 [Note: The end]
 Whoever sees a hang writes ``alarm``; the first one counts. All ranks that live answer it with their
 stacks, and the first one makes the autopsy of what it has by then, and writes ``verdict``: that it
@@ -34,8 +27,9 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from slipstream.checks.alarm import Alarm, AlarmKind, Alarms, AlarmVerdict
-from slipstream.checks.autopsy import Autopsy, RankCase, RankState, ranks_named
+from slipstream.checks.autopsy import Autopsy, RankCase, RankState
 from slipstream.checks.limits import EXIT_CODE, STALE, STILL, interval_of
+from slipstream.checks.other_ranks import OtherRanks
 from slipstream.checks.own_view import OwnView, UpdateCount, last_exchanges
 from slipstream.checks.slow_ranks import SlowRanks
 from slipstream.checks.stacks import all_stacks
@@ -43,8 +37,6 @@ from slipstream.checks.vitals import in_words, state as state_of_process, unsent
 from slipstream.errors import ExchangeError, HangError, SlipstreamError
 from slipstream.files.write import write_whole
 
-FIRST_FACTOR = 10
-"""Times as long is allowed until a session has made its first updates."""
 ANSWER_SECONDS = 3.0
 """For the answers of all ranks to an alarm."""
 GRACE = 0.15
@@ -53,8 +45,6 @@ FIRST_SECONDS = 0.5
 """Until those end that break the exchange: the others have read the verdict by then."""
 POLL_SECONDS = 0.1
 """From one look at the store to the next after an alarm."""
-WATCHERS = 3
-"""Ranks, from 0, that look at all others once they are still."""
 RAISED = "ended with"
 """What a rank has done whose own exception says more than an autopsy."""
 WORDS = 200
@@ -102,7 +92,7 @@ class Heartbeat:
         self._own = OwnView(rank, host, progress, spins=spins, window=self._window)
         self._spins = spins
         self._reached = time.monotonic()
-        self._heard: dict[int, tuple[bytes, float]] = {}  # what a rank said, and since when
+        self._others = OtherRanks(self._store, rank, world_size, timeout, self._own)
         self._answered = self._asked = False
         self._alarms = Alarms(self._store)
         self._left = ""
@@ -202,7 +192,7 @@ class Heartbeat:
                 if ended or self._left:
                     return
             if time.monotonic() - began > self._long:  # others may reach the store again later
-                self._heard.clear()
+                self._others.forget()
             if ended:
                 return
 
@@ -218,9 +208,9 @@ class Heartbeat:
     def _beat(self) -> None:
         now = time.monotonic()
         if now - self._reached > self._long:  # what is read now may be as old
-            self._heard.clear()
+            self._others.forget()
         if now - self._own.looked > self._long:  # this process was stopped itself
-            self._heard.clear()
+            self._others.forget()
             self._own.begin_anew()
         state = self._own.state(now, self._left)
         self._note(state)
@@ -230,20 +220,14 @@ class Heartbeat:
             return
         if state.ended:
             return
-        self._watch_neighbour(now)
+        if (reason := self._others.silent(now)) is not None:
+            self._raise_alarm("silent", reason)
         if self.rank == 0 and now - self._compared > self._window:
             self._compared = now
             self._name_slow_ranks(state, now)
-        if state.still > 2 * self.interval + 2 and self._watches(now):
-            self._watch_all(state, now)
-
-    def _watches(self, now: float) -> bool:
-        """Whether this rank looks at all others: the first ones do, or all, if these have left."""
-        first = range(min(WATCHERS, self.world_size))
-        if self.rank in first:
-            return True
-        heard = [self._hear(rank, now) for rank in first]
-        return all(said is not None and said[0].ended for said in heard)
+        looks = state.still > 2 * self.interval + 2 and self._others.this_rank_looks(now)
+        if looks and (found := self._others.hang(state, now)) is not None:
+            self._raise_alarm(*found)
 
     def _say(self, state: RankState) -> None:
         self._store.set(f"beat/{self.rank}", state.model_dump_json(exclude_defaults=True))
@@ -272,13 +256,12 @@ class Heartbeat:
 
     def _case(self, state: RankState) -> RankCase:
         now = time.monotonic()
+        for rank in {*self.near} - {self.rank}:  # thousands of requests would be an answer too late
+            with suppress(RuntimeError):
+                self._others.hear(rank, now)
         neighbours, computing = {}, []
-        for rank in sorted({*self._heard, *self.near} - {self.rank}):
-            if rank in self.near:  # alone: thousands of requests would be an answer too late
-                with suppress(RuntimeError):
-                    self._hear(rank, now)
-            said, _ = self._heard.get(rank, (b"", 0.0))
-            if not said or not self._own.sees(other := RankState.model_validate_json(said)):
+        for rank, other in self._others.last_words().items():
+            if not self._own.sees(other):
                 continue
             neighbours[rank] = in_words(other.pid)
             if state_of_process(other.pid) == "R":
@@ -292,66 +275,12 @@ class Heartbeat:
             computing=tuple(computing),
         )
 
-    # The others.
-
-    def _hear(self, rank: int, now: float) -> tuple[RankState, float] | None:
-        """Read what a rank has said last, and for how long nothing else; None: nothing yet."""
-        key = f"beat/{rank}"
-        if not self._store.check([key]):
-            return None
-        said = self._store.get(key)
-        before = self._heard.get(rank)
-        if before is None or before[0] != said:
-            self._heard[rank] = said, now
-        return RankState.model_validate_json(said), now - self._heard[rank][1]
-
     def _name_slow_ranks(self, own: RankState, now: float) -> None:
-        heard = (self._hear(rank, now) for rank in range(1, self.world_size))
-        states = [own, *(said[0] for said in heard if said is not None)]
+        states = self._others.with_all(own, now)
         seconds = {state.rank: state.seconds for state in states if state.seconds > 0}
         if len(seconds) == self.world_size and not own.young:
             for words in self._slow.look(seconds, own.step or 0):
                 sys.stderr.write(f"slipstream: {words}\n")
-
-    def _watch_neighbour(self, now: float) -> None:
-        """Raise an alarm where the next rank that has not left is silent."""
-        for distance in range(1, self.world_size):
-            rank = (self.rank + distance) % self.world_size
-            heard = self._hear(rank, now)
-            other, silence = heard or (None, now - self._heard.setdefault(rank, (b"", now))[1])
-            if other is not None and other.ended:
-                continue
-            if silence > self.timeout * STALE and not self._lives(other, silence):
-                self._raise_alarm("silent", f"rank {rank} was silent for {silence:.0f} s")
-            return
-
-    def _lives(self, other: RankState | None, silence: float) -> bool:
-        """Whether a silent rank computes, as a call of C may keep its thread waiting; of another
-        host: whether it may do so for long, as it has hardly begun."""
-        if other is None or silence > FIRST_FACTOR * self.timeout:
-            return False
-        return state_of_process(other.pid) == "R" if self._own.sees(other) else other.young
-
-    def _watch_all(self, own: RankState, now: float) -> None:
-        """Raise an alarm where ranks wait and none shows a sign of life."""
-        heard = {
-            rank: self._hear(rank, now) for rank in range(self.world_size) if rank != self.rank
-        }
-        if None in heard.values():
-            return
-        others = [state for state, _ in filter(None, heard.values())]
-        states = [own, *others]
-        waiting = [state for state in states if state.waits]
-        if not waiting or any(state.asking for state in states):
-            return
-        if left := [state.rank for state in states if state.ended]:
-            if own.waits and own.verb:  # not in an exchange of the script, which they may yet join
-                self._raise_alarm("left", f"rank {own.rank} waited for {ranks_named(left)}")
-            return
-        least = min(state.still for state in states)
-        allowed = self.timeout * STILL * (FIRST_FACTOR if any(s.young for s in states) else 1)
-        if least > allowed:
-            self._raise_alarm("still", f"no rank had shown a sign of life for {least:.0f} s")
 
     # The autopsy.
 
@@ -384,7 +313,7 @@ class Heartbeat:
         cases = self._alarms.cases(told)
         silent: dict[int, RankState | None] = {}
         for rank in sorted({*ranks} - {*told}):
-            heard = self._hear(rank, now)
+            heard = self._others.hear(rank, now)
             said = None if heard is None else heard[0]
             if said is not None and said.ended:  # its last word
                 cases[rank] = RankCase(state=said)
@@ -415,7 +344,7 @@ class Heartbeat:
         if not found.words:  # no hang
             self._alarms.next()
             self._answered = self._asked = False
-            self._heard.clear()  # silence counts anew
+            self._others.forget()
             return
         if self._known.is_set():
             return

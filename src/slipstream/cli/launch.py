@@ -19,7 +19,7 @@ from typer import Argument, Option
 from slipstream.cli.islands import run_islands
 from slipstream.cli.options import LogDir, ScriptArgs, StrategyOption
 from slipstream.cli.ranks import log_folder, threads_per_rank
-from slipstream.cluster.launcher import LaunchSpec, RankFailure, run
+from slipstream.cluster.launcher import LaunchSpec, Outcome, RankFailure, run
 from slipstream.errors import LaunchError
 from slipstream.strategy import Strategy
 from slipstream.tuner.own_strategy import own_strategy
@@ -95,18 +95,30 @@ def launch(
         variables=variables,
     )
     _import_torch_quietly()
-    if spec.node_rank in (None, 0):
-        console.print(_environment(spec))
-        if strategy is not None:
-            shown = f"strategy: {strategy} (slipstream strategy show {strategy})"
-            console.print(Text(shown), soft_wrap=True)
-            if not module and (hidden := own_strategy(script)):
-                console.print(Text(f"warning: {hidden}"), style="yellow", soft_wrap=True)
-        if not module and (late := options_behind(script, spec.args)):
-            words = f"warning: {script} gets {', '.join(late)}, which it does not name"
-            text = Text(f"{words}; options of launch come before the script")
-            console.print(text, style="yellow", soft_wrap=True)
+    _show_start(spec, strategy)
     outcome = run(spec, _say_restart)
+    _show_end(spec, outcome)
+    raise typer.Exit(outcome.exit_code)
+
+
+def _show_start(spec: LaunchSpec, strategy: str | None) -> None:
+    """Print on the first node where the ranks run, and under which strategy."""
+    if spec.node_rank not in (None, 0):
+        return
+    console.print(_environment(spec))
+    if strategy is not None:
+        shown = f"strategy: {strategy} (slipstream strategy show {strategy})"
+        console.print(Text(shown), soft_wrap=True)
+        if not spec.module and (hidden := own_strategy(spec.script)):
+            console.print(Text(f"warning: {hidden}"), style="yellow", soft_wrap=True)
+    if not spec.module and (late := options_behind(spec.script, spec.args)):
+        words = f"warning: {spec.script} gets {', '.join(late)}, which it does not name"
+        text = Text(f"{words}; options of launch come before the script")
+        console.print(text, style="yellow", soft_wrap=True)
+
+
+def _show_end(spec: LaunchSpec, outcome: Outcome) -> None:
+    """Print what ended the ranks, unless they are done, and where their logs are."""
     if outcome.failure is not None:
         console.print(_failure(outcome.failure))
     elif outcome.exit_code == 1:
@@ -115,7 +127,6 @@ def launch(
         console.print(f"stopped by signal {outcome.exit_code - 128}: no rank is left running")
     if spec.node_rank in (None, 0) or outcome.exit_code:
         console.print(Text(f"logs: {spec.log_dir.resolve()}"), soft_wrap=True)
-    raise typer.Exit(outcome.exit_code)
 
 
 def _import_torch_quietly() -> None:

@@ -328,8 +328,8 @@ def blame(ends: Sequence[End]) -> RankFailure:
     quiet = missing | {end.rank for end in own}
     left = [end for end in ends if end.returncode == 0 and end.rank not in quiet and failed]
     first = min(own or left or failed or ends, key=lambda end: end.time)
-    if first in left and (error := _own_error(first)):  # stopped while it was ending by that
-        first = replace(first, returncode=error)
+    if first in left and _last_error(Path(first.log), 0):  # stopped while it was ending by that
+        first = replace(first, returncode=1)
     lost = not own and not left and bool(failed)
     path = Path(first.log)
     return RankFailure(first.rank, first.local_rank, first.host, first.returncode, path, lost)
@@ -340,11 +340,6 @@ def _misses_another(end: End) -> bool:
     if end.returncode < 0 and end.returncode not in (-signal.SIGTERM, -signal.SIGABRT):
         return False
     return PEER_IS_GONE.search(_last_error(Path(end.log), end.returncode) or "") is not None
-
-
-def _own_error(end: End) -> int:
-    """The exit code of a rank by its log: 1 if that ends with an error of its own."""
-    return int(bool(_last_error(Path(end.log), end.returncode)))
 
 
 def _last_error(log: Path, returncode: int) -> str | None:
@@ -361,7 +356,7 @@ def _last_error(log: Path, returncode: int) -> str | None:
 
 @contextmanager
 def _quiet_and_interruptible() -> Iterator[None]:
-    """Without the agent's log messages, and with a Ctrl-C that ends a wait for other nodes.
+    """Inside, the agent logs nothing, and a Ctrl-C ends a wait for other nodes.
 
     `run` reports what matters. Python's own handler would run only when torch's C++ code returns.
     Once the ranks start, the agent installs handlers of its own, but for what this process ignores,

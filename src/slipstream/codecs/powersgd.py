@@ -170,7 +170,7 @@ class PowerSgdCompressor(Compressor):
                 self.residuals[number].forget()
 
     def sample(self) -> list[Tensor]:
-        """With some values of each Q, which must be that of all ranks."""
+        """Some values, with those of each Q, which must be that of all ranks."""
         warm = [q.view(-1)[: self.codec.rank].clone() for q in self._warm if q is not None]
         return [*super().sample(), *warm]
 

@@ -185,7 +185,7 @@ class _Operator(torch.autograd.Function):
 
 
 class _UncheckedOperator(torch.autograd.Function):
-    """As `_Operator` without a token, for groups without ``check``: each rank uses its result."""
+    """An `_Operator` without a token, for groups without ``check``: each rank uses its result."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, call: _Call) -> torch.Tensor:

@@ -51,7 +51,7 @@ class Agreement:
         self._agreed = 0
         """The first step for which there is no agreement yet."""
         self._ends = [0] * self._ranks
-        """For each rank the step up to which it has promised batches."""
+        """The step up to which each rank has promised batches."""
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
         self._active, self._active_since = self._ranks, 0
         self._is_over = self._all_used = self.dummy_batch = False

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from slipstream.data import pass_random
 from slipstream.data.agreement import Agreement
 from slipstream.data.lengths import certain_length, epoch_of
+from slipstream.data.loader_around import LoaderAround
 from slipstream.errors import DataError, UsageError
 from slipstream.pytree import LEAVES, mapped
 from slipstream.trace.event import DATA_WAIT
@@ -44,7 +45,7 @@ _END = object()
 _NOT_READ = object()
 
 
-class UnevenInputLoader:
+class UnevenInputLoader(LoaderAround):
     """The user's loader, iterated in step with all other ranks.
 
     A rank that has run out gets its last batch again until the longest loader ends: loops,
@@ -80,7 +81,7 @@ class UnevenInputLoader:
     Exactness: bitwise for ranks with equal lengths.
     """
 
-    _loader: Iterable[Any]
+    _own = ("before_next",)
     _detached = False
 
     def __init__(
@@ -220,18 +221,7 @@ class UnevenInputLoader:
 
     def __len__(self) -> int:
         """Length of this rank's own loader; an epoch is as long as the longest one really is."""
-        return len(self._loader)  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # copy and pickle ask for these before __init__ has run
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_") or name == "before_next" or not hasattr(self._loader, "__dict__"):
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._loader, name, value)
+        return len(self._loader)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise UsageError(

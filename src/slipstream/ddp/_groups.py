@@ -136,7 +136,7 @@ def grouped(kinds: Mapping[torch.Tensor, Hashable], most: int) -> list[list[torc
 
 
 class Routes:
-    """From DDP's buckets to groups, found and checked once for each bucket that DDP makes.
+    """The groups of DDP's buckets, found and checked once for each bucket that DDP makes.
 
     Args:
         places: group and slot of every parameter, which this keeps alive.

@@ -71,7 +71,7 @@ class _Value(fx.Proxy):
         raise Untraceable("its forward asks for the type of a value")
 
     def __iadd__(self, other: Any) -> fx.Proxy:
-        """Without it, Python computes ``a += b`` as ``a = a + b``."""
+        """Record ``a += b``, which Python else computes as ``a = a + b``."""
         return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
 
 

@@ -123,7 +123,7 @@ def _call(
 
 
 def _refuse_second(gradient: Tensor) -> None:
-    """Before the backward of a block.
+    """Refuse a second derivative before the backward of a block.
 
     Raises:
         UsageError: it is to be differentiated again.

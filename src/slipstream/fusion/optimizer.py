@@ -90,7 +90,7 @@ class FusedOptimizer:
             optimizer.fused = True
 
     def attach(self) -> None:
-        """From now on steps are fused."""
+        """Fuse steps from now on."""
         self._stand_in = StandIn(self._optimizer, self._prepare, self._ends)
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class FusedOptimizer:
         return bool(captured or twice or no_kernel or group.get("differentiable"))
 
     def _by_torch(self, group: ParamGroup, having: Sequence[Tensor]) -> list[ParamGroup]:
-        """As if the optimizer had been made with ``fused=True``, where torch's kernels can go."""
+        """Make groups as of an optimizer with ``fused=True``, where torch's kernels can go."""
         find, nothing = self._optimizer.state.get, dict[str, Any]()
         states = [find(p, nothing) for p in having]
         fused, others = [having], list[Tensor]()
@@ -268,7 +268,7 @@ def _all_lie_side_by_side(
         or not {n.dtype for n in counts} <= {*COUNTED_IN}
         or len(devices) > 1
         or ("cpu" not in devices and not {n.device.type for n in counts} <= devices)
-        or not all(p.is_contiguous() or _has_no_holes(p) for p in parameters)
+        or not all(p.is_contiguous() or _is_dense(p.shape, p.stride()) for p in parameters)
     ):
         return False
     dtypes = [p.dtype for p in parameters]
@@ -282,12 +282,9 @@ def _all_lie_side_by_side(
 
 
 def _has_kernel(dtype: torch.dtype, device: str) -> bool:
-    """On a CPU, SGD's of torch 2.13 leaves most 16-bit values as they were (pytorch #191763)."""
+    """Whether torch has a kernel that is right: on a CPU, SGD's of torch 2.13 leaves most 16-bit
+    values as they were (pytorch #191763)."""
     return dtype.is_floating_point and (device != "cpu" or dtype.itemsize >= 4)
-
-
-def _has_no_holes(parameter: Tensor) -> bool:
-    return _is_dense(parameter.shape, parameter.stride())
 
 
 @lru_cache(maxsize=4096)

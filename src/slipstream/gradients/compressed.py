@@ -140,7 +140,7 @@ class CompressionPlan:
     """Which codec codes each gradient of a model, and what DGC does for the optimizer."""
 
     codec_of: Callable[[str], PlainCodecConfig | None]
-    """By name of the parameter."""
+    """Takes the name of the parameter."""
     ranks: Ranks
     momenta: Mapping[str, Momentum] = field(default_factory=dict)
     pays: Callable[[int], bool] = lambda num_bytes: True

@@ -179,16 +179,11 @@ def _lossless(files: HostFiles, interface: str) -> int | None:
         for role in ("roce_np", "roce_rp")
         for priority in files.names(f"{NET}/{interface}/ecn/{role}/enable")
     ]
-    said = re.search(
-        r"PFC configuration:.*?enabled\s+([01 \t]+)", _qos(files, interface), re.DOTALL
-    )
+    qos = files.run(f"mlnx_qos -i {interface}") or ""
+    said = re.search(r"PFC configuration:.*?enabled\s+([01 \t]+)", qos, re.DOTALL)
     if not marks and not said:
         return None
     return marks.count("1") + (said[1].count("1") if said else 0)
-
-
-def _qos(files: HostFiles, interface: str) -> str:
-    return files.run(f"mlnx_qos -i {interface}") or ""
 
 
 def _errors(files: HostFiles) -> dict[str, int]:

@@ -178,7 +178,8 @@ def _backward(
     activation: ActivationName,
     residual_learns: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """With n values a channel, z the sum before the activation, and u = (x - mean) * rstd:
+    """The gradients, with n values a channel, z the sum before the activation, and
+    u = (x - mean) * rstd:
     dx = weight * rstd * (dz - u * sum(dz * u) / n - sum(dz) / n)."""
     act, wide = ACTIVATIONS[activation], _wide(x)
     if values is None:

@@ -1,4 +1,4 @@
-"""For each point the row that its index names, with the index left on the device."""
+"""The row for each point that its index names, with the index left on the device."""
 
 from __future__ import annotations
 

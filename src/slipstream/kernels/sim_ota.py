@@ -164,7 +164,7 @@ def _candidates(objects: Objects, levels: Sequence[Level], radius: float) -> tup
 def _around(
     centers: Tensor, cells: int, stride: int, radius: float, steps: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Along one axis the cells that may be near each centre, (images, objects, span), clamped to
+    """The cells along one axis that may be near each centre, (images, objects, span), clamped to
     the map, and whether each is."""
     reach = radius * stride
     lowest = ((centers - reach) / stride - 0.5).floor().clamp(-1, cells)
@@ -271,7 +271,7 @@ def _take(costs: Tensor, overlaps: Tensor) -> Tensor:
 
 
 def _spread(owners: Tensor, overlaps: Tensor, table: _Table, boxes: Tensor) -> Assignment:
-    """From slots back to anchors."""
+    """Bring what slots have found back to their anchors."""
     found = _background(boxes, extra=1)
     at, anchors, objects = table.anchors, boxes.shape[1], overlaps.shape[1]
     foreground = owners < objects

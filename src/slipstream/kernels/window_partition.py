@@ -147,7 +147,7 @@ class _Merge(torch.autograd.Function):
 def _source(
     images: int, height: int, width: int, window: int, shift: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """For every position in the windows the cell of the maps, and which positions are padding."""
+    """The cell of the maps for every position in the windows, and which positions are padding."""
     y, x = _coordinates(height, width, window, shift)
     inside = (y < height) & (x < width)
     cells = _of_all(torch.where(inside, y * width + x, 0), images, height * width)
@@ -159,7 +159,7 @@ def _source(
 def _target(
     images: int, height: int, width: int, window: int, shift: int, device: torch.device
 ) -> Tensor:
-    """For every cell of the maps its position in the windows."""
+    """The position in the windows of every cell of the maps."""
     y, x = _coordinates(height, width, window, shift)
     inside = ((y < height) & (x < width)).nonzero().squeeze(1)
     target = torch.empty(height * width, dtype=torch.int64)

@@ -32,10 +32,10 @@ from torch import nn
 
 from slipstream.codecs import Compressor, make_compressor, wire_bytes
 from slipstream.codecs.compressor import is_finite
-from slipstream.errors import UsageError
 from slipstream.local.carrier import Exchange
 from slipstream.local.fragments import Fragment
 from slipstream.local.island import Island
+from slipstream.local.shared_buffers import SharedBuffers
 from slipstream.strategy import LocalConfig
 from slipstream.transport.requests import AllReduce, ExchangeSteps
 
@@ -88,6 +88,7 @@ class Meeting:
 
     Attributes:
         outer: the parameters that all ranks share, one after the other, in fp32 or wider.
+        buffers: those of this rank, and what all ranks share of them.
         done: how often it has met.
         counted: updates of all ranks that these meetings have averaged.
         flight: what is on its way; None: nothing.
@@ -102,19 +103,14 @@ class Meeting:
         seed: int,
         shared: Mapping[str, torch.Tensor],
     ) -> None:
-        self._model, self.fragment, self._config, self._island = model, fragment, config, island
-        self._sizes: list[tuple[int, ...]] = []  # of buffers
+        self.fragment, self._config, self._island = fragment, config, island
         first = fragment.pieces[0].values
         self.device = first.device
         widest = max((piece.values.dtype for piece in fragment.pieces), key=lambda d: d.itemsize)
         self.dtype = widest if widest.itemsize >= 4 else torch.float32
         self._home = torch.device("cpu") if config.offload else self.device
         self.outer = torch.zeros(fragment.num_values, dtype=self.dtype, device=self._home)
-        named = [model.get_buffer(name) for name in fragment.buffers]
-        self._lengths = [buffer.numel() for buffer in named]
-        wide = any(buffer.dtype == torch.float64 for buffer in named)
-        self._buffer_dtype = torch.float64 if wide else torch.float32
-        self.buffers = self.read_buffers(shared)
+        self.buffers = SharedBuffers(model, fragment.buffers, self.device, shared)
         self.take_outer()
         self._optimizer = torch.optim.SGD(
             [self.outer], config.lr, config.momentum, nesterov=config.momentum > 0
@@ -139,8 +135,7 @@ class Meeting:
         """Let the outer parameters be those that this rank has now. Buffers that all share stay, as
         a forward pass may have changed them; but for values that have no mean."""
         self.outer.copy_(self.read())
-        own = self.read_buffers()
-        self.buffers = torch.where(own.isfinite(), self.buffers, own)
+        self.buffers.take_without_mean()
 
     def take_sent(self) -> None:
         """Let what this rank has now be what it sent: a saved run's own is not known."""
@@ -150,7 +145,7 @@ class Meeting:
     def begin_anew(self) -> None:
         """Share what the model has now, and forget momentum, what codecs have left out, and what is
         on its way."""
-        self.buffers = self.read_buffers()
+        self.buffers.shared = self.buffers.read()
         self.take_outer()
         self._optimizer.state.clear()
         self.flight = None
@@ -176,78 +171,10 @@ class Meeting:
         parts = flat.split([v.numel() for v in values])
         return [(v, part.view(v.shape)) for v, part in zip(values, parts, strict=True)]
 
-    def read_buffers(self, given: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-        """Copy this rank's buffers, or those that are given by name.
-
-        Raises:
-            UsageError: one is gone, or has another size than when the ranks compared them.
-        """
-        present = self._model.named_buffers(remove_duplicate=False)
-        found = dict(present) if given is None else given
-        if gone := [name for name in self.fragment.buffers if name not in found]:
-            raise UsageError(
-                f"buffer {gone[0]} was there at accelerate() and is gone now; it is averaged over "
-                "ranks, so it must stay: keep what comes and goes in a plain attribute"
-            )
-        named = [found[name] for name in self.fragment.buffers]
-        sizes = [tuple(buffer.shape) for buffer in named]
-        self._sizes = self._sizes or sizes
-        for name, before, now in zip(self.fragment.buffers, self._sizes, sizes, strict=True):
-            if before != now:
-                raise UsageError(
-                    f"buffer {name} was {before} at accelerate() and is {now} now; it is averaged "
-                    "over ranks, so its size must stay: keep what grows in a plain attribute of "
-                    "the module"
-                )
-        flat = [buffer.detach().reshape(-1).to(self._buffer_dtype) for buffer in named]
-        return torch.cat([torch.empty(0, dtype=self._buffer_dtype, device=self.device), *flat])
-
-    def offer_buffers(self) -> torch.Tensor:
-        """Copy this rank's buffers, and after them a 1 for each that is not what all share."""
-        own = self.read_buffers()
-        parts = (~_same(own, self.buffers)).split(self._lengths)
-        return torch.cat([own, *(part.any().to(own.dtype).view(1) for part in parts)])
-
-    def agreed_buffers(self, mean: torch.Tensor) -> torch.Tensor:
-        """Take buffers out of a mean of offers; one that no rank has changed keeps its bits, as
-        means round, and of a mask of infinite values there is none."""
-        values, changed = mean.split([len(self.buffers), len(self._lengths)])
-        parts = zip(values.split(self._lengths), self.buffers.split(self._lengths), strict=True)
-        flags = zip(parts, (changed != 0).tolist(), strict=True)
-        agreed = [new if flag else old for (new, old), flag in flags]
-        return torch.cat([self.buffers[:0], *agreed])
-
     def can_meet(self, values: torch.Tensor, offer: torch.Tensor) -> bool:
         """Whether parameters, or a change of them, and an offer of buffers are finite; of these but
         for what all share."""
-        buffers = self.agreed_buffers(offer)
-        known = _same(buffers, self.buffers)
-        return is_finite(values) and bool((buffers.isfinite() | known).all())
-
-    def write_buffers(
-        self, flat: torch.Tensor, held: Mapping[str, torch.Tensor] | None = None
-    ) -> None:
-        """Set this rank's buffers; ``held``: those that the model had, of which some may be gone,
-        or of another size, by now."""
-        now = dict(self._model.named_buffers(remove_duplicate=False))
-        for name, part in zip(self.fragment.buffers, flat.split(self._lengths), strict=True):
-            buffer = now.get(name)
-            if buffer is None or buffer.numel() != part.numel():
-                buffer = (held or now)[name]
-            buffer.copy_(part.view(buffer.shape))
-
-    def _gone_on(self, flight: Flight) -> torch.Tensor:
-        """Take what all share of buffers, after a delay; but of one that all ranks had alike when
-        it was sent, as a counter, what this rank has by now."""
-        shared, sent = self.buffers, flight.own_buffers[: len(self.buffers)]
-        rounds = 4 + self._island.islands.count  # as a mean of so many does
-        near = rounds * torch.finfo(sent.dtype).eps * sent.abs()
-        alike = ((sent - shared).abs() <= near) | _same(sent, shared)
-        each = [same.all() for same in alike.split(self._lengths)]
-        goes_on = torch.stack(each).tolist() if each else []  # one wait for a device
-        parts = [flat.split(self._lengths) for flat in (self.read_buffers(), shared)]
-        kept = [own if on else common for on, own, common in zip(goes_on, *parts, strict=True)]
-        return torch.cat([shared[:0], *kept])
+        return is_finite(values) and self.buffers.have_mean(offer)
 
     # A meeting.
 
@@ -261,7 +188,7 @@ class Meeting:
         sent = self.read()
         change = self.outer.to(self.device) - sent
         self._drop_rounding(change)
-        buffers = self.offer_buffers()
+        buffers = self.buffers.offer()
         self._island.average(buffers)
         lost = not self.can_meet(change, buffers)
         if lost:
@@ -338,7 +265,7 @@ class Meeting:
         if flight is not None and not flight.done:
             for values in (flight.change, flight.buffers, flight.totals):
                 self._island.hand_on(values)
-            flight.buffers, flight.done = self.agreed_buffers(flight.buffers), True
+            flight.buffers, flight.done = self.buffers.agreed(flight.buffers), True
 
     def merge(self, reset: Callable[[nn.Parameter], None]) -> None:
         """End a meeting whose exchange is done.
@@ -355,7 +282,7 @@ class Meeting:
         self.outer.grad = None
         for part, before in kept:  # no momentum carries on what nobody trains
             part.copy_(before)
-        self.buffers.copy_(flight.buffers)
+        self.buffers.shared.copy_(flight.buffers)
         self.done += 1
         self.counted += int(flight.totals[0])
         if flight.lost:
@@ -370,8 +297,9 @@ class Meeting:
         else:
             towards = self.outer.to(self.device) - flight.sent
             self.write(self.read().add_(towards, alpha=1 - self._config.mix))
+        buffers, islands = self.buffers, self._island.islands.count
         goes_on = self._config.delay and not flight.lost
-        self.write_buffers(self._gone_on(flight) if goes_on else self.buffers)
+        buffers.write(buffers.gone_on(flight.own_buffers, islands) if goes_on else buffers.shared)
         if flight.lost or self._config.inner_state == "reset":
             for piece in self.fragment.pieces:
                 reset(piece.parameter)
@@ -399,7 +327,7 @@ class Meeting:
     def adopt(self, reset: Callable[[nn.Parameter], None]) -> None:
         """Go on from what all ranks share: this rank's own is not finite."""
         self.write(self.outer)
-        self.write_buffers(self.buffers)
+        self.buffers.write(self.buffers.shared)
         for piece in self.fragment.pieces:
             reset(piece.parameter)
 
@@ -427,7 +355,7 @@ class Meeting:
             "names": self._names,
             "outer": self.outer.clone(),
             "momentum": None if momentum is None else momentum.clone(),
-            "buffers": self.buffers.clone(),
+            "buffers": self.buffers.shared.clone(),
             "due": None if flight is None else flight.due,
             "mean": None if flight is None else flight.change.clone(),
             "mean_buffers": None if flight is None else flight.buffers.clone(),
@@ -439,7 +367,8 @@ class Meeting:
         flight = self.flight
         codec = [] if self._compressor is None else [*map(dict, self._compressor.state())]
         sent = None if flight is None else flight.sent.clone()
-        buffers = None if flight is None else flight.own_buffers[: len(self.buffers)].clone()
+        size = len(self.buffers.shared)
+        buffers = None if flight is None else flight.own_buffers[:size].clone()
         due = None if flight is None else flight.due
         return {
             "done": self.done,
@@ -460,12 +389,12 @@ class Meeting:
                 f"local.meetings have {theirs} where this model has {mine}; allowed: the same in "
                 "the same order, or session.restore({'model': ...}), which begins new rounds"
             )
-        like = {"outer": self.outer, "momentum": self.outer, "buffers": self.buffers}
+        like = {"outer": self.outer, "momentum": self.outer, "buffers": self.buffers.shared}
         if state["due"] is not None:
-            like |= {"mean": self.outer, "mean_buffers": self.buffers}
+            like |= {"mean": self.outer, "mean_buffers": self.buffers.shared}
         found = {key: state[key] for key in like}
         if own is not None and own["due"] is not None:
-            like |= {"sent": self.outer, "sent_buffers": self.buffers}
+            like |= {"sent": self.outer, "sent_buffers": self.buffers.shared}
             found |= {"sent": own["sent"], "sent_buffers": own.get("sent_buffers")}
         for key, tensor in found.items():
             if tensor is not None and tensor.shape != like[key].shape:
@@ -477,7 +406,7 @@ class Meeting:
         """Go on from `state`, and from `rank_state` where this rank has one."""
         self.done, self.counted = state["done"], state.get("counted", 0)
         self.outer.copy_(state["outer"])
-        self.buffers.copy_(state["buffers"])
+        self.buffers.shared.copy_(state["buffers"])
         self._optimizer.state.clear()
         if state["momentum"] is not None:
             momentum = state["momentum"].to(self._home, self.dtype, copy=True)
@@ -511,8 +440,3 @@ class Meeting:
         """Bytes of a change, as its codec sends it."""
         pieces = [piece.values.to(self.dtype) for piece in self.fragment.pieces]
         return sum(wire_bytes(self._config.codec, piece) for piece in pieces)
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Whether values are equal, or both NaN."""
-    return (a == b) | (a.isnan() & b.isnan())

@@ -17,7 +17,8 @@ from slipstream.codecs import Ranks
 from slipstream.codecs.compressor import is_finite
 from slipstream.errors import ExchangeError, ModelError
 from slipstream.local.carrier import Exchange
-from slipstream.local.rendezvous import Rendezvous, View
+from slipstream.local.rendezvous import Rendezvous
+from slipstream.local.view import View
 from slipstream.strategy import FlatConfig
 from slipstream.transport.channel import Label
 from slipstream.transport.flat import FlatTransport

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from slipstream.local.fragments import cut
 from slipstream.local.inner_state import average_state
 from slipstream.local.island import Island
 from slipstream.local.meeting import ALIKE, CLOSES, Flight, Meeting
+from slipstream.local.outer_view import outer_view
 from slipstream.local.pace import Pace
 from slipstream.local.saved_state import check_settings, own_part
 from slipstream.local.schedule import MeetingSchedule
@@ -376,43 +377,18 @@ class LocalTraining:
             yield
             return
         self._take_outer()
-        versions = self._present_versions()
-        with torch.no_grad(), self._merged_out():
-            # also those of a module that the script takes out while it evaluates
-            own = [*(t.parameter for t in self._trained), *(p for _, p in self._frozen)]
-            parameters = [*dict.fromkeys([*self._model.parameters(), *own])]
-            kept = {p: p.detach().clone() for p in parameters}
-            buffers = [meeting.read_buffers() for meeting in self._meetings]
-            held = dict(self._model.named_buffers(remove_duplicate=False))
-            for meeting in self._meetings:
-                meeting.write(meeting.outer)
-                if meeting.done:
-                    meeting.write_buffers(meeting.buffers)
-        self.evaluates = True
-        as_updated = self._versions == versions
+        as_updated = self._versions == self._present_versions()
+        trained = [t.parameter for t in self._trained]
         try:
-            yield
+            with outer_view(self._model, self._meetings, trained, self._frozen):
+                self.evaluates = True
+                try:
+                    yield
+                finally:
+                    self.evaluates = False
         finally:
-            self.evaluates = False
-            with torch.no_grad(), self._merged_out():
-                changed = [name for name, p in self._frozen if _apart(p, kept[p])]
-                for p, value in kept.items():
-                    p.copy_(value)
-                for meeting, values in zip(self._meetings, buffers, strict=True):
-                    meeting.write_buffers(values, held)
             if as_updated:
                 self._versions = self._present_versions()
-        if changed:
-            raise UsageError(
-                f"{changed[0]}, which is frozen, was changed inside session.evaluating(), after "
-                "which all parameters are as before; layers that merge LoRA weights in "
-                "model.eval() must unmerge them in it, too: call model.train() inside the with "
-                "block"
-            )
-
-    def _merged_out(self) -> AbstractContextManager[None]:
-        merged = bool(self._frozen) and not self._model.training
-        return _adapters_out(self._model) if merged else nullcontext()
 
     # State.
 
@@ -563,7 +539,7 @@ class LocalTraining:
                 meeting.write(meeting.outer)
             return
         for number, meeting in enumerate(self._meetings):
-            mine, buffers = meeting.read(), meeting.offer_buffers()
+            mine, buffers = meeting.read(), meeting.buffers.offer()
             self.island.average(buffers)
             counts = self.updates > 0 and meeting.can_meet(mine, buffers)
             both = torch.cat([mine, buffers])
@@ -574,7 +550,8 @@ class LocalTraining:
                     counts = False
             own, others = both.split([len(mine), len(buffers)])
             meeting.write(own if counts else meeting.outer)
-            meeting.write_buffers(meeting.agreed_buffers(others) if counts else meeting.buffers)
+            agreed = meeting.buffers.agreed(others) if counts else meeting.buffers.shared
+            meeting.buffers.write(agreed)
 
     @contextmanager
     def _keeping_what_was_written(self) -> Iterator[None]:
@@ -583,11 +560,11 @@ class LocalTraining:
         if self._versions == self._present_versions():
             yield
             return
-        kept = [(meeting.read(), meeting.read_buffers()) for meeting in self._meetings]
+        kept = [(meeting.read(), meeting.buffers.read()) for meeting in self._meetings]
         yield
         for meeting, (values, buffers) in zip(self._meetings, kept, strict=True):
             meeting.write(values)
-            meeting.write_buffers(buffers)
+            meeting.buffers.write(buffers)
 
     def _present_versions(self) -> list[tuple[int, int]]:
         """List the parameters' versions and places: torch does not count where ``data`` is set."""
@@ -627,7 +604,7 @@ class LocalTraining:
             raise ExchangeError(self._exchanges.failure)
 
     def abandon(self) -> None:
-        """After an error the other ranks may not be there to meet."""
+        """Meet nobody after an error: the other ranks may not be there."""
 
     def report_rows(self) -> list[Row]:
         """Report the rounds, and what they send."""
@@ -644,26 +621,3 @@ class LocalTraining:
         note = f"{len(self._meetings)} fragments, {rate} in place of gradients"
         note += f"; {self._why}" if self._why else ""
         return [Row("local", f"{done} meetings", note, "lossy")]
-
-
-def _apart(now: torch.Tensor, before: torch.Tensor) -> bool:
-    """Whether more than rounding lies between them, as where values are added and taken off."""
-    if not now.is_floating_point():  # quantized anew where something was merged
-        return False
-    far = torch.linalg.vector_norm(now - before)
-    return bool(far > 8 * torch.finfo(now.dtype).eps * torch.linalg.vector_norm(before))
-
-
-@contextmanager
-def _adapters_out(model: nn.Module) -> Iterator[None]:
-    """Inside, a model that evaluates is as in training: adapters that ``eval()`` merges into frozen
-    weights, as loralib's, come out with the values that went in, and go in again with those of
-    then."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.train()
-    try:
-        yield
-    finally:
-        model.eval()
-        for module, mode in modes:
-            module.training = mode

@@ -180,7 +180,7 @@ def bunches_of(group: ParamGroup) -> Iterator[Bunch]:
 
 
 def _in_parts(bunch: Bunch) -> Iterator[Bunch]:
-    """On a CPU short lists of parameters, elsewhere all at once."""
+    """Cut a bunch into short lists of parameters on a CPU; elsewhere it stays whole."""
     if bunch.parameters[0].device.type != "cpu":
         yield bunch
         return

@@ -60,13 +60,19 @@ def is_nested(optimizer: Optimizer) -> bool:
     return found > 1
 
 
-def around_all(act: Callable[..., None]) -> Callable[..., None]:
-    """A hook that calls ``act`` around a whole step, not around ``super().step()`` in it."""
+def around_all(
+    act: Callable[..., None], inside: Callable[[Optimizer], None] = lambda optimizer: None
+) -> Callable[..., None]:
+    """A hook that calls ``act`` around a whole step, and ``inside`` around a ``super().step()`` in
+    it; torch.compile does not trace it."""
 
     def hook(optimizer: Optimizer, *rest: Any) -> None:
-        if not is_nested(optimizer):
+        if is_nested(optimizer):
+            inside(optimizer)
+        else:
             act(optimizer, *rest)
 
+    hook.__module__ = act.__module__  # `InnerHooks` sorts hooks by it
     eager: Any = torch.compiler.disable
     hooked: Callable[..., None] = eager(hook)
     return hooked

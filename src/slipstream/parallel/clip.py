@@ -18,7 +18,7 @@ def clip_grad_norm_(
     max_norm: float,
     group: Group,
 ) -> torch.Tensor:
-    """As ``torch.nn.utils.clip_grad_norm_``, where each rank has some of the gradients. Collective.
+    """``torch.nn.utils.clip_grad_norm_`` where each rank has some of the gradients. Collective.
 
     Args:
         parameters: whose gradients this rank scales.

@@ -69,7 +69,7 @@ class ModelParallel(WholeModel):
 
     @property
     def largest_shapes(self) -> Mapping[str, torch.Size] | None:
-        """By name of a split parameter, the shape of its largest shard; None: none is split."""
+        """The shape of the largest shard of each split parameter, by name; None: none is split."""
         return None if self.split is None else self.split.largest_shapes
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class ModelParallel(WholeModel):
             self._optimizer.load_state_dict(state)
 
     def abandon(self) -> None:
-        """After an error: leave the model as it is, of no use, and the groups to other ranks."""
+        """Leave the model as it is after an error, of no use, and the groups to other ranks."""
         if self._part is not None:
             self._part.fail(UsageError("a session that ended with an error"))
         if self.pipeline is not None:

@@ -113,7 +113,7 @@ class WholeModel:
 
     @property
     def largest_shapes(self) -> Mapping[str, Sequence[int]] | None:
-        """By name of a split parameter, the shape of its largest shard; None: none is split."""
+        """The shape of the largest shard of each split parameter, by name; None: none is split."""
         return None
 
     @property

@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from slipstream.errors import UsageError
-from slipstream.optim.nested_step import closure_of, is_nested
+from slipstream.optim.nested_step import around_all, closure_of
 from slipstream.plain_copy import attach, copy_as
 from slipstream.precision.casts import HALF_TYPES, cast
 from slipstream.precision.float_modules import Modules, WrappedForward, modules_in_float
@@ -168,10 +168,8 @@ class HalfWeights:
         yield attach(model.register_forward_pre_hook, self._enter, with_kwargs=True)
         yield attach(model.register_forward_hook, self._leave)
         yield self._watch_others()
-        # torch.compile must not trace these: they change the dtype of parameters
-        eager: Any = torch.compiler.disable
-        yield optimizer.register_step_pre_hook(eager(self._step_begins)).remove
-        yield optimizer.register_step_post_hook(eager(self._step_ends)).remove
+        yield optimizer.register_step_pre_hook(around_all(self._step_begins)).remove
+        yield optimizer.register_step_post_hook(around_all(self._swap_in_halves)).remove
         yield optimizer.register_load_state_dict_pre_hook(self._swap_in_masters).remove
         yield optimizer.register_load_state_dict_post_hook(self._swap_in_halves).remove
         for module in self._modules:
@@ -265,18 +263,12 @@ class HalfWeights:
             )
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if is_nested(optimizer):
-            return
         if closure_of(args, kwargs) is not None:
             raise UsageError(
                 "optimizer.step(closure) with half weights: the closure would compute with the "
                 "fp32 masters; compute loss and gradients before optimizer.step()"
             )
         self._swap_in_masters()
-
-    def _step_ends(self, optimizer: Any, *_: object) -> None:
-        if not is_nested(optimizer):
-            self._swap_in_halves()
 
     def _swap_in_masters(self, *_: object) -> None:
         self._masters.swap_out()  # the last step may have raised

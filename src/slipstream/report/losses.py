@@ -113,8 +113,8 @@ def losses_plot(forecast: LossForecast, shown: Sequence[Timed], end: float) -> F
 
 
 def _visible(data: Sequence[Figure]) -> list[float]:
-    """From the lowest band to the highest beginning of a line: the first drop, before it, would
-    leave no room for what differs later."""
+    """The range from the lowest band to the highest beginning of a line: the first drop, before it,
+    would leave no room for what differs later."""
     high = max(y for one in data if one["mode"] == "lines" and "fill" not in one for y in one["y"])
     low = min(y for one in data for y in one["y"])
     room = 0.1 * (high - low)

@@ -109,7 +109,7 @@ class Comparison(NamedTuple):
 
     @property
     def error(self) -> float:
-        """By which share of the measured time the prediction is too long."""
+        """The share of the measured time by which the prediction is too long."""
         return self.predicted / self.measured - 1 if self.measured else 0.0
 
 

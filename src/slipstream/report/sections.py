@@ -192,5 +192,5 @@ def _share(part: float, whole: float) -> str:
 
 
 def _four_digits(value: float) -> str:
-    """At least four digits."""
+    """Write a number with four digits at least."""
     return f"{value:,.{max(0, 3 - len(str(int(value))))}f}"

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 
 from slipstream.checks.heartbeat import Heartbeat
@@ -82,17 +84,8 @@ def compose(
         ACCELERATED.update(modules)
         handles.callback(ACCELERATED.difference_update, modules)
         # First, so that installing is watched, and closed last, when all that communicates is done.
-        progress = UpdateCount()
-        name = None if control is None else broadcast_from_first(uuid4().hex, control)
-        heartbeat = _heartbeat(strategy, cluster, name, progress, handles)
-        explaining = nullcontext if heartbeat is None else heartbeat.explaining
-        # Before the rest, which records its spans with it.
-        space = search_space(model, optimizer, strategy, cluster, control)
-        recorder = _recorder(strategy, cluster, space)
-        dims = ParallelDims.of(cluster, strategy.parallel, control, recorder)
-        given = Given(
-            model, optimizer, strategy, cluster, dims, recorder, space, handles, explaining
-        )
+        given = _given(model, optimizer, strategy, cluster, control, handles)
+        recorder, dims = given.recorder, given.dims
         # Changes the shapes of parameters: before all that looks at them.
         whole = _model_parallel(given)
         # Before all that exchanges parameters while the optimizer steps: it works outside.
@@ -147,8 +140,7 @@ def compose(
             tracer=tracer,
             members=members,
             local=local,
-            proof=_proof(given, exchange, local, name),
-            progress=progress,
+            proof=_proof(given, exchange, local),
         )
         loop.attach(step_hooks)
         if control is not None:
@@ -169,6 +161,36 @@ def compose(
     return session
 
 
+def _given(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    cluster: Cluster,
+    control: dist.ProcessGroup | None,
+    handles: HandleStack,
+) -> Given:
+    """Begin the watch over a session, and find what all steps share."""
+    progress = UpdateCount()
+    name = None if control is None else broadcast_from_first(uuid4().hex, control)
+    heartbeat = _heartbeat(strategy, cluster, name, progress, handles)
+    space = search_space(model, optimizer, strategy, cluster, control)
+    # Before the rest, which records its spans with it.
+    recorder = _recorder(strategy, cluster, space)
+    return Given(
+        model,
+        optimizer,
+        strategy,
+        cluster,
+        ParallelDims.of(cluster, strategy.parallel, control, recorder),
+        recorder,
+        space,
+        handles,
+        nullcontext if heartbeat is None else heartbeat.explaining,
+        name,
+        progress,
+    )
+
+
 def _heartbeat(
     strategy: Strategy,
     cluster: Cluster,
@@ -176,7 +198,7 @@ def _heartbeat(
     progress: UpdateCount,
     handles: HandleStack,
 ) -> Heartbeat | None:
-    """Watch that no rank hangs, if there are others; ``name``: of the session, on all of them."""
+    """Watch that no rank hangs, if there are others."""
     checks = strategy.checks
     if name is None or checks.timeout is None:
         return None
@@ -244,16 +266,14 @@ def _offload(given: Given) -> None:
         given.handles.add(offload(given.model, config, local_ranks=local_ranks, rank=cluster.rank))
 
 
-def _proof(
-    given: Given, exchange: GradientExchange, local: LocalTraining | None, name: str | None
-) -> Proof | None:
+def _proof(given: Given, exchange: GradientExchange, local: LocalTraining | None) -> Proof | None:
     """Compare ranks now and then, if the strategy asks for it."""
     config = given.strategy.checks
     if config.every is None:
         return None
     store = None
-    if name is not None:
-        store = PrefixStore(f"slipstream/proof/{name}", given.cluster.store)
+    if given.name is not None:
+        store = PrefixStore(f"slipstream/proof/{given.name}", given.cluster.store)
     model, optimizer = given.model, given.optimizer
     proof = Proof(
         config, model, optimizer, exchange.engine, given.dims, exchange.sharding, local, store

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from slipstream.checks.own_view import UpdateCount
 from slipstream.cluster.connect import Cluster
 from slipstream.parallel.dims import ParallelDims
 from slipstream.session.handles import HandleStack
@@ -32,6 +33,10 @@ class Given:
     handles: HandleStack
     explaining: Callable[[], AbstractContextManager[object]]
     """Turns an exchange that failed inside into an error that says why."""
+    name: str | None
+    """Of the session, on all its ranks; None: there is one rank."""
+    progress: UpdateCount
+    """Is told of each update."""
 
     @property
     def codec(self) -> CodecConfig | None:

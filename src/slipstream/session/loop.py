@@ -21,7 +21,6 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from slipstream.checks.own_view import UpdateCount
 from slipstream.codecs.compressor import any_infinite
 from slipstream.errors import UsageError
 from slipstream.gradients.finite import all_finite
@@ -60,7 +59,6 @@ class TrainingLoop:
         members: the parameters that are trained.
         local: holds the meetings of ranks that train on their own; None: they do not.
         proof: compares ranks now and then; None: it is not asked for.
-        progress: is told of each update.
 
     Attributes:
         engine: averages the gradients.
@@ -80,7 +78,6 @@ class TrainingLoop:
         members: Members,
         local: LocalTraining | None,
         proof: Proof | None,
-        progress: UpdateCount,
     ) -> None:
         # Not ``given`` itself: its handles would close a circle, see below.
         self.model, self.optimizer, self.device = given.model, given.optimizer, given.cluster.device
@@ -88,7 +85,7 @@ class TrainingLoop:
         self.sharding, self.search = exchange.sharding, exchange.search
         self.dims, self.window, self.precision = given.dims, window, precision
         self.tracer, self.members, self.local = tracer, members, local
-        self.progress, self.explaining, self.proof = progress, given.explaining, proof
+        self.progress, self.explaining, self.proof = given.progress, given.explaining, proof
         self._on_nonfinite = given.strategy.checks.nonfinite
         self.steps = self.skipped = self.backwards = 0
         self._in_no_sync = 0  # of the backward passes
@@ -533,26 +530,30 @@ class TrainingLoop:
             if self._by_own:
                 self._count_own()
             return
-        left = [(p, p.grad) for p in self._parameters]
-        self._end_update(skip)
+        with self._gradients_kept():
+            self._end_update(skip)
         self._used = True
-        for parameter, gradient in left:  # until the script zeroes them
-            parameter.grad = gradient
 
     def _count_own(self) -> None:
         """Count an update with gradients of the script's own, which no backward pass has made."""
         self._by_own = False
         self.steps += 1
         self.progress.reached(self.steps)
-        left = [(p, p.grad) for p in self._parameters]
-        self.engine.updated(self.steps)
-        for parameter, gradient in left:  # until the script zeroes them
-            parameter.grad = gradient
+        with self._gradients_kept():
+            self.engine.updated(self.steps)
         if self.local is not None:
             self._meetings_due.append(True)
             self._meet()
         if self.proof is not None:
             self.proof.updated(self.steps, used=True)
+
+    @contextmanager
+    def _gradients_kept(self) -> Iterator[None]:
+        """Leave gradients as they are, until the script zeroes them."""
+        left = [(p, p.grad) for p in self._parameters]
+        yield
+        for parameter, gradient in left:
+            parameter.grad = gradient
 
     def _other_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Another optimizer of the script steps: right for parameters of this model only where
@@ -572,9 +573,7 @@ class TrainingLoop:
         if self._used:
             return
         if shared and self.update_due:
-            # a GradScaler calls a fused step in any case, which skips by itself: no step is made
-            found = getattr(optimizer, "found_inf", None)
-            if found is not None and self.sharding.any_rank(bool(found)):
+            if self._skips_itself(optimizer):  # no step is made
                 for parameter in shared:
                     parameter.grad = None
                 return
@@ -592,9 +591,7 @@ class TrainingLoop:
         """Whether the update must be skipped; the same on every rank."""
         if self.engine.overflowed:
             return True
-        # torch's GradScaler calls a fused step in any case, which skips by itself
-        found = getattr(self.optimizer, "found_inf", None)
-        if found is not None and self.sharding.any_rank(bool(found)):
+        if self._skips_itself(self.optimizer):
             return True
         if self.window.loss_scale == 1.0 and not self.precision.scales:
             return self._refuse_nonfinite()
@@ -603,6 +600,11 @@ class TrainingLoop:
         # Averages are the same on all data-parallel ranks, unless each has a shard of them; those
         # that share a model must agree.
         return self.sharding.any_rank(bool(infinite) and bool(torch.stack(infinite).any()))
+
+    def _skips_itself(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether torch's GradScaler, which calls a fused step in any case, tells it to skip."""
+        found = getattr(optimizer, "found_inf", None)
+        return found is not None and self.sharding.any_rank(bool(found))
 
     def _refuse_nonfinite(self) -> bool:
         """Whether the update must be skipped because of gradients that are not finite.
@@ -647,7 +649,7 @@ class TrainingLoop:
         raise messages.clip_outside(where)
 
     def complaint(self) -> UsageError | str | None:
-        """At the end: an error where nothing was ever trained, a warning of what is dropped."""
+        """An error at the end, where nothing was ever trained, or a warning of what is dropped."""
         if not self.window_open or (self.backwards < 2 and self.window.accumulate == 1):
             return None
         awaiting = self.backwards - self._in_no_sync  # a step(), each of them

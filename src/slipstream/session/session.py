@@ -48,7 +48,7 @@ class Session(Generic[M, O]):
             a model.
         data_size: the number of shares; shard the data by ``data_rank`` and ``data_size``.
 
-    A context manager: leaving it closes the session.
+    A context manager: leaving it closes the session, after which verbs raise UsageError.
     """
 
     def __init__(
@@ -128,9 +128,8 @@ class Session(Generic[M, O]):
                 overflowed. With a loss scale in the strategy the session does both by itself.
 
         Raises:
-            UsageError: the session is closed, ``loss`` is not a scalar, the scale changed inside
-                an accumulation window, the strategy has one, too, or a codec has sent this
-                update's gradients already.
+            UsageError: ``loss`` is not a scalar, the scale changed inside an accumulation window,
+                the strategy has one, too, or a codec has sent this update's gradients already.
             MismatchError: ranks that share layers have different first losses.
             ExchangeError: another rank is gone, or the graph changed in a way that overlap cannot
                 follow.
@@ -215,7 +214,7 @@ class Session(Generic[M, O]):
             the state before.
 
         Raises:
-            UsageError: there was no backward since the last step, or the session is closed.
+            UsageError: there was no backward since the last step.
             NonFiniteError: gradients were infinite or NaN on some rank, on all ranks.
         """
         self._must_be_open("step")
@@ -234,8 +233,7 @@ class Session(Generic[M, O]):
             Whether parameters were updated: False also where no window is open.
 
         Raises:
-            UsageError: inside ``no_sync``, with ``max_norm`` where codec ``dgc`` sends momentum, or
-                the session is closed.
+            UsageError: inside ``no_sync``, or with ``max_norm`` where codec ``dgc`` sends momentum.
 
         Example:
             >>> import torch, slipstream
@@ -275,11 +273,7 @@ class Session(Generic[M, O]):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients stay on this rank and add up; the next backward outside averages them,
-        or else ``step()`` or ``flush()``.
-
-        Raises:
-            UsageError: the session is closed.
-        """
+        or else ``step()`` or ``flush()``."""
         self._must_be_open("no_sync")
         with self._loop.no_sync():
             yield
@@ -347,7 +341,7 @@ class Session(Generic[M, O]):
                 Every rank saves its own, and `restore` takes those of all ranks.
 
         Raises:
-            UsageError: the session is closed, no such part, or an accumulation window is open.
+            UsageError: no such part, or an accumulation window is open.
 
         Example:
             >>> import slipstream
@@ -398,8 +392,8 @@ class Session(Generic[M, O]):
                 run, in any order.
 
         Raises:
-            UsageError: no such part, a rank's part is missing or there twice, gradients are there
-                that no update has used, or the session is closed.
+            UsageError: no such part, a rank's part is missing or there twice, or gradients are
+                there that no update has used.
             ModelError: the state is another model's.
             MismatchError: ranks load different states.
         """
@@ -436,8 +430,7 @@ class Session(Generic[M, O]):
         `sync_gradients` is True), on all ranks. Returns the norm before clipping.
 
         Raises:
-            UsageError: inside an accumulation window, whose gradients are sums of this rank, or the
-                session is closed.
+            UsageError: inside an accumulation window, whose gradients are sums of this rank.
         """
         self._must_be_open("clip_grad_norm_")
         self._loop.check_clip()
@@ -447,11 +440,7 @@ class Session(Generic[M, O]):
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, without a graph. Where the model is cut into stages, every rank
-        passes the same batch and gets the output.
-
-        Raises:
-            UsageError: the session is closed.
-        """
+        passes the same batch and gets the output."""
         self._must_be_open("evaluate")
         with self._loop.explaining():
             return self._loop.whole.evaluate(args, kwargs)
@@ -460,9 +449,6 @@ class Session(Generic[M, O]):
     def evaluating(self) -> Iterator[None]:
         """Inside, the model has the parameters that evaluate best: under ``local`` the outer ones,
         which are the same on every rank; else those that it has. Nothing is exchanged.
-
-        Raises:
-            UsageError: the session is closed.
 
         Example:
             >>> import torch, slipstream
@@ -488,11 +474,7 @@ class Session(Generic[M, O]):
     ) -> torch.distributed.ProcessGroup | None:
         """Make a group of all ranks, for CPU tensors, for what runs beside training; None: there is
         one rank. All ranks must call it. ``handle`` is closed before the session is, after an error
-        by ``on_error``, and has rows in the report.
-
-        Raises:
-            UsageError: the session is closed.
-        """
+        by ``on_error``, and has rows in the report."""
         self._must_be_open("beside")
         self._handles.add(handle, on_error=on_error)
         return self._cluster.new_group(backend="gloo")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from slipstream.optim.nested_step import closure_of, is_nested, let_have_hooks
+from slipstream.optim.nested_step import around_all, closure_of, let_have_hooks
 
 
 def collectives_so_far() -> int:
@@ -37,8 +37,7 @@ class StepHooks:
         self._hooks: list[Any] = []
         if hasattr(optimizer, "register_step_pre_hook"):
             let_have_hooks(optimizer)
-            eager: Any = torch.compiler.disable
-            self._hooks.append(optimizer.register_step_pre_hook(eager(self._pre)))
+            self._hooks.append(optimizer.register_step_pre_hook(around_all(self._pre)))
 
     def attach(
         self,
@@ -57,7 +56,7 @@ class StepHooks:
 
         self._hooks.append(register_optimizer_step_pre_hook(eager(before_any)))
         if hasattr(self._optimizer, "register_step_post_hook"):
-            self._hooks.append(self._optimizer.register_step_post_hook(eager(self._post)))
+            self._hooks.append(self._optimizer.register_step_post_hook(around_all(self._post)))
 
     def broken_off(self) -> None:
         """A step that has begun has ended by an error, if it has not ended."""
@@ -69,13 +68,9 @@ class StepHooks:
             self._hooks.pop().remove()
 
     def _pre(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if is_nested(optimizer):
-            return
         self._begins(closure_of(args, kwargs))
         self._inside = True
 
-    def _post(self, optimizer: Any, *_: object) -> None:
-        if is_nested(optimizer):
-            return
+    def _post(self, *_: object) -> None:
         self._inside = False
         self._ends()

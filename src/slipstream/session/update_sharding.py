@@ -158,7 +158,7 @@ class UpdateSharding:
             self.model.close()
 
     def abandon(self) -> None:
-        """After an error the other ranks may not be there to gather anything."""
+        """Gather nothing after an error: the other ranks may not be there."""
         self.watch.end()
         if isinstance(self.model, ShardedModel):
             self.model.abandon()

@@ -41,7 +41,7 @@ class Wrappers:
 
 
 def _refuse(*_: object) -> None:
-    """Before a forward of a wrapper.
+    """Refuse a forward of a wrapper.
 
     Raises:
         UsageError: gradients may follow.

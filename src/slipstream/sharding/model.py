@@ -250,7 +250,7 @@ class ShardedModel(WholeModel):
         self._state.close(whole)
 
     def abandon(self) -> None:
-        """After an error the other ranks may not be there to gather anything."""
+        """Gather nothing after an error: the other ranks may not be there."""
         missing = self._gather.abandon()
         self._take_off()
         self._state.abandon()
@@ -277,7 +277,7 @@ class ShardedModel(WholeModel):
 
 
 class _Entrance:
-    """Before a forward of the model that no update follows: waits for all parameters at once.
+    """Waits for all parameters at once before a forward of the model that no update follows.
 
     ``torch.jit.trace`` compares two traces, which must not differ by where a parameter was waited
     for; without gradients some modules take a faster path for parameters of the plain class.

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from slipstream.errors import UsageError
-from slipstream.optim.nested_step import is_nested
+from slipstream.optim.nested_step import around_all
 
 _ROOMS = ("slipstream.fusion.", "slipstream.precision.", "slipstream.sharding.")
 """Whose hooks exchange data, each inside that of the room before it."""
@@ -31,9 +30,8 @@ class InnerHooks:
     def __init__(
         self, optimizer: Optimizer, begins: Callable[..., None], ends: Callable[..., None]
     ) -> None:
-        eager: Any = torch.compiler.disable
-        self._before = optimizer.register_step_pre_hook(eager(self._around_all(begins)))
-        self._after = optimizer.register_step_post_hook(eager(self._around_all(ends)))
+        self._before = optimizer.register_step_pre_hook(around_all(begins, self._refuse_others))
+        self._after = optimizer.register_step_post_hook(around_all(ends, self._refuse_others))
         self._last: int | None = None
 
     def arrange(self) -> None:
@@ -65,30 +63,25 @@ class InnerHooks:
                 "the parameters; register it before session.backward()"
             )
 
-    def _around_all(self, act: Callable[..., None]) -> Callable[..., None]:
-        """A hook that calls ``act`` around a whole step, not around ``super().step()`` in it."""
-
-        def hook(optimizer: Optimizer, *rest: Any) -> None:
-            if not is_nested(optimizer):
-                act(optimizer, *rest)
-            elif self._has_others():
-                raise UsageError(
-                    f"hooks of {type(optimizer).__name__}.step() run around its super().step(), "
-                    "too, where with gradients.transport sharded they would see this rank's shards "
-                    "of the parameters; take them off, or use transport: direct"
-                )
-
-        return hook
-
-    def _has_others(self) -> bool:
+    def _refuse_others(self, optimizer: Optimizer) -> None:
         handles = self._before, self._after
         hooks = [hook for handle in handles for hook in (handle.hooks_dict_ref() or {}).values()]
-        return any(not str(hook.__module__).startswith("slipstream.") for hook in hooks)
+        if any(map(is_foreign, hooks)):
+            raise UsageError(
+                f"hooks of {type(optimizer).__name__}.step() run around its super().step(), too, "
+                "where with gradients.transport sharded they would see this rank's shards of the "
+                "parameters; take them off, or use transport: direct"
+            )
 
     def remove(self) -> None:
         """Take the hooks off."""
         self._before.remove()
         self._after.remove()
+
+
+def is_foreign(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is not slipstream's."""
+    return not str(hook.__module__).startswith("slipstream.")
 
 
 def _exchanges(hook: Callable[..., Any]) -> bool:

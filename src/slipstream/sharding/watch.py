@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from slipstream.gradients.shards import METADATA, ZEROING, arguments
+from slipstream.sharding.step_hooks import is_foreign
 
 
 class WatchedGradient(torch.Tensor):
@@ -92,4 +93,4 @@ class GradientWatch:
         handle = self._optimizer.register_step_pre_hook(lambda *_: None)
         hooks = handle.hooks_dict_ref() or {}
         handle.remove()
-        return any(not str(hook.__module__).startswith("slipstream.") for hook in hooks.values())
+        return any(map(is_foreign, hooks.values()))

@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def prepare(reader: int, writer: int) -> None:
-    """In the child: be killed with the parent, and unblock signals.
+    """Let this process, the child, be killed with the parent, and unblock signals.
 
     Both have the pipe, the parent for as long as it lives: it may have been killed already, and
     its PID does not tell in another namespace.

@@ -283,7 +283,7 @@ def _ping(clock: Clock, group: dist.ProcessGroup | None) -> _Reading:
 
 
 def _answer_pings(clock: Clock, group: dist.ProcessGroup | None) -> None:
-    """On rank 0: send the time to each other rank in turn."""
+    """Send the time of rank 0 to each other rank in turn."""
     message = _message(group)
     for peer in range(1, _size(group)):
         for _ in range(_PINGS):

@@ -44,7 +44,7 @@ class Switch:
             self._made.pop(config).close()
 
     def use(self, config: TransportConfig) -> None:
-        """From the next backward on this one; a transport is made when it is first used."""
+        """Use this one from the next backward on; a transport is made when it is first used."""
         self.make(config)
         self.config, self._used = config, self._made[config]
 

@@ -86,7 +86,7 @@ class DemoTraining:
         return self._torch_loop(self.model, batch)
 
     def _torch_loop(self, network: nn.Module, batch: DemoBatch) -> Tensor:
-        """As everyone writes it."""
+        """The loop as everyone writes it."""
         loss = cross_entropy(network, batch)
         loss.backward()
         self.optimizer.step()
@@ -169,6 +169,6 @@ def distance(one: DemoTraining, other: DemoTraining) -> float:
 
 
 def _momenta(training: DemoTraining) -> list[Tensor]:
-    """By parameter, in the order of the optimizer."""
+    """The momentum of each parameter, in the order of the optimizer."""
     states = training.optimizer_state()["state"]
     return [states[number]["momentum_buffer"] for number in sorted(states)]

@@ -127,16 +127,7 @@ def tune(
     _check_not_lost(output, strategy)
     options.check_writable("--log", log)
     seconds, base = parse_budget(budget), _start(Strategy.load(strategy))
-    if cluster is not None and exact_only:
-        raise LaunchError(
-            "--cluster has no effect without --allow-lossy: exact choices are measured"
-        )
-    if updates is not None and exact_only:
-        raise LaunchError(
-            "--updates has no effect without --allow-lossy: exact choices are alike in all updates"
-        )
-    if rate is not None and nodes is None:
-        raise LaunchError("--rate has no effect without --nodes: it is that of emulated links")
+    _check_effects(cluster, updates, rate, nodes, exact_only=exact_only)
     losses = _check_losses(losses, to_loss, steps, exact_only=exact_only)
     known = NetworkProfile.load(cluster) if cluster else None
     folder = log_folder("tune-")
@@ -149,13 +140,11 @@ def tune(
     try:
         with Display(seconds, console) as display:
             network = TrialNetwork(place, known, folder / "network", display)
+            hidden, notify = own_strategy(script), partial(_notify, log, display)
             if to_loss is not None:
+                given = (trials, base, to_loss, seconds, network.profile, display)
                 found = tune_to_loss(
-                    *(trials, base, to_loss, seconds, network.profile, display),
-                    steps=steps,
-                    total=updates,
-                    hidden=own_strategy(script),
-                    notify=partial(_notify, log, display),
+                    *given, steps=steps, total=updates, hidden=hidden, notify=notify
                 )
             else:
                 found = Tuner(
@@ -164,9 +153,9 @@ def tune(
                     budget=seconds,
                     predict=None if exact_only else partial(_predict, updates, network),
                     choices=MEASURED_CHOICES,
-                    hidden=own_strategy(script),
                     updates=updates,
-                    notify=partial(_notify, log, display),
+                    hidden=hidden,
+                    notify=notify,
                     doing=display.doing,
                 ).tune()
     except (KeyboardInterrupt, SystemExit):
@@ -174,16 +163,7 @@ def tune(
         console.print(Text(f"stopped: no strategy was written{left}"), soft_wrap=True)
         raise
     write_strategy(found.strategy, output)
-    files = {"strategy": output, "trials": log, "their logs": folder}
-    if isinstance(found, Tuned):
-        Console().print(table(found))
-        Console().print(Text(found.verdict, style="bold"))
-    else:
-        found.calibration.save(losses)
-        show(found, Console())
-        files["losses"] = losses
-    for name, path in files.items():
-        Console().print(Text(f"{name}: {path}"), soft_wrap=True)
+    _show(found, losses, {"strategy": output, "trials": log, "their logs": folder})
 
 
 def _predict(
@@ -197,6 +177,19 @@ def _notify(log: Path, display: Display, done: Sequence[Trial]) -> None:
     """Write all trials, and show the last one."""
     write_whole(log, json.dumps([asdict(trial) for trial in done], indent=1))
     display.show(done[-1])
+
+
+def _show(found: Tuned | TunedToLoss, losses: Path, files: dict[str, Path]) -> None:
+    """Print the choice and why, and where all of it is; keep the losses of runs that have some."""
+    if isinstance(found, Tuned):
+        Console().print(table(found))
+        Console().print(Text(found.verdict, style="bold"))
+    else:
+        found.calibration.save(losses)
+        show(found, Console())
+        files["losses"] = losses
+    for name, path in files.items():
+        Console().print(Text(f"{name}: {path}"), soft_wrap=True)
 
 
 def parse_budget(text: str) -> float:
@@ -218,6 +211,31 @@ def parse_budget(text: str) -> float:
             "or more, and most scripts take some minutes"
         )
     return seconds
+
+
+def _check_effects(
+    cluster: Path | None,
+    updates: int | None,
+    rate: str | None,
+    nodes: int | None,
+    *,
+    exact_only: bool,
+) -> None:
+    """Refuse options that change nothing.
+
+    Raises:
+        LaunchError: names the option, and what it lacks.
+    """
+    if cluster is not None and exact_only:
+        raise LaunchError(
+            "--cluster has no effect without --allow-lossy: exact choices are measured"
+        )
+    if updates is not None and exact_only:
+        raise LaunchError(
+            "--updates has no effect without --allow-lossy: exact choices are alike in all updates"
+        )
+    if rate is not None and nodes is None:
+        raise LaunchError("--rate has no effect without --nodes: it is that of emulated links")
 
 
 def _check_not_lost(output: Path, strategy: str | None) -> None:

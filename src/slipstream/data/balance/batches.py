@@ -180,7 +180,7 @@ class BalancedBatches(Sampler[list[int]]):
         return [samples[start : start + size] for start in range(0, end, size)]
 
     def _by_tokens(self, order: list[int]) -> Iterator[list[int]]:
-        """As many samples each as can be dealt so that no rank has more than ``max_tokens``."""
+        """Cut an order into batches as large as leave no rank with more than ``max_tokens``."""
         start = 0
         while start < len(order):
             low, high = 1, min(self._ranks, len(order) - start)

@@ -22,6 +22,7 @@ from torch.utils.data import (
 
 from slipstream.data.balance.batches import BalancedBatches, Position
 from slipstream.data.balance.cost import LengthCost
+from slipstream.data.loader_around import LoaderAround
 from slipstream.data.own_iteration import iterates_itself
 from slipstream.errors import ModelError, UsageError
 from slipstream.strategy import BalanceConfig, Row
@@ -204,7 +205,7 @@ class SampleBalance:
         return [Row("balance", value, "; ".join(notes))]
 
 
-class BalancedLoader:
+class BalancedLoader(LoaderAround):
     """Batches of a loader around `SampleBalance.loader`; other attributes are those of that one.
 
     Args:
@@ -222,17 +223,6 @@ class BalancedLoader:
     def sampler(self) -> Any:
         """The user's."""
         return self._balance.sampler
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # copy and pickle ask for these before __init__ has run
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._loader, name, value)
 
     def __iter__(self) -> Iterator[Any]:
         # at once, not with the first batch: a pass that is gone on with draws what it has drawn

@@ -12,6 +12,7 @@ from weakref import ReferenceType, finalize, ref
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from slipstream.data.loader_around import LoaderAround
 from slipstream.data.own_iteration import iterates_itself
 from slipstream.data.prefetch.device_copy import copied_ahead
 from slipstream.data.prefetch.map_reader import MapReader
@@ -81,7 +82,7 @@ def is_prefetchable(loader: Any, *, streams: bool = True) -> bool:
     return not hasattr(loader, "state_dict") or loader.num_workers > 0
 
 
-class PrefetchLoader:
+class PrefetchLoader(LoaderAround):
     """The result of `prefetch`. Attributes that it lacks are those of the loader, also when
     they are set.
 
@@ -91,6 +92,8 @@ class PrefetchLoader:
     Attributes:
         source: the loader.
     """
+
+    _own = ("source",)
 
     def __init__(
         self,
@@ -129,16 +132,9 @@ class PrefetchLoader:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # copy and pickle ask for these before __init__ has run
-            raise AttributeError(name)
-        owner = self._reader if name in _STATE and hasattr(self._loader, name) else self._loader
-        return getattr(owner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_") or name == "source":
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._loader, name, value)
+        if name in _STATE and hasattr(self._loader, name):
+            return getattr(self._reader, name)
+        return super().__getattr__(name)
 
     def __iter__(self) -> Iterator[Any]:
         running = None if self._running is None else self._running()

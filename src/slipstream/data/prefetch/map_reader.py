@@ -221,7 +221,7 @@ class MapReader:
         return Inline(self._loader, self._passes, pin=self._pin)
 
     def _chosen_source(self) -> Source:
-        """As many workers as reading takes of computing."""
+        """Choose as many workers as reading takes of computing."""
         needed = SPARE * self._timing.read / max(self._timing.step, 1e-9)
         return self._started(max(1, min(math.ceil(needed), self._cores)))
 
@@ -264,7 +264,7 @@ class _Timing:
         self._steps: list[float] = []
         self._waits: deque[float] = deque(maxlen=SEEN)
         self._others: deque[float] = deque(maxlen=SEEN)
-        """From batch to batch, where others read: the latest ones."""
+        """The latest times from batch to batch, where others read."""
         self._ended: float | None = None
         self.num_bytes = 0
 
@@ -313,5 +313,5 @@ class _Timing:
 
 
 def _later_half(seconds: list[float]) -> list[float]:
-    """Without the first ones, which allocate, compile and warm up."""
+    """Drop the first ones, which allocate, compile and warm up."""
     return seconds[len(seconds) // 2 :]

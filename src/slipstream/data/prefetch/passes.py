@@ -311,7 +311,7 @@ class Passes:
         return drawn
 
     def _draw_seed(self) -> None:
-        """As iter(loader) does, for its workers."""
+        """Draw as iter(loader) does, for its workers."""
         self.seed = self._drawn_seed()
 
     def _drawn_seed(self) -> int:

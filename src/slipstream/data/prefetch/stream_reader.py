@@ -169,7 +169,7 @@ class StreamReader:
         )
 
     def _draw_seed(self) -> None:
-        """As iter() of the user's loader does, for its workers."""
+        """Draw as iter() of the user's loader does, for its workers."""
         if not self._passes or not (self._given.num_workers and self._given.persistent_workers):
             seed = torch.empty((), dtype=torch.int64).random_(generator=self._given.generator)
             self._seed = int(seed)

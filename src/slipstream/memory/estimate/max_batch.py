@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -77,6 +78,32 @@ def max_batch(
         return largest(fits_limit, most)
     new_state = optimizer is not None and not optimizer.state
     reserved_bytes = optimizer_bytes(optimizer) if optimizer is not None and new_state else 0
+    with _limited(memory_bytes, device):
+        return largest(_fits_gpu(model, inputs_of, loss_of, reserved_bytes, device), most)
+
+
+@contextmanager
+def _limited(memory_bytes: int | None, device: torch.device) -> Iterator[None]:
+    """Inside, this process gets so much of a GPU's memory; None: all of it."""
+    if memory_bytes is None:
+        yield
+        return
+    fraction = memory_bytes / torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(fraction, 1.0), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def _fits_gpu(
+    model: nn.Module,
+    inputs_of: Callable[[int], ModelInputs],
+    loss_of: Callable[[Any], torch.Tensor],
+    reserved_bytes: int,
+    device: torch.device,
+) -> Callable[[int], bool]:
+    """Tell by an iteration of a batch whether it fits, with ``reserved_bytes`` beside it."""
 
     def iterate(batch: int) -> None:
         reserved = torch.empty(reserved_bytes, dtype=torch.uint8, device=device)
@@ -84,7 +111,7 @@ def max_batch(
         torch.cuda.synchronize(device)
         del reserved
 
-    def fits_gpu(batch: int) -> bool:
+    def fits(batch: int) -> bool:
         try:
             iterate(batch)
         except (torch.cuda.OutOfMemoryError, OffloadError):
@@ -95,14 +122,7 @@ def max_batch(
             torch.cuda.empty_cache()
         return True
 
-    if memory_bytes is None:
-        return largest(fits_gpu, most)
-    fraction = memory_bytes / torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(fraction, 1.0), device)
-    try:
-        return largest(fits_gpu, most)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    return fits
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:

@@ -141,14 +141,14 @@ class DiskStore(TensorStore):
             buffer, position = buffer[count:], position + count
 
     def _write_out(self, ticket: _Ticket) -> None:
-        """In the writer's thread."""
+        """Put bytes into the file, in the writer's thread."""
         if not ticket.dropped:
             assert ticket.source is not None
             self._write(ticket.source.numpy().data, self._position(ticket))
             ticket.source = None
 
     def _read_back(self, ticket: _Ticket) -> torch.Tensor:
-        """In the reader's thread."""
+        """Get bytes back, in the reader's thread."""
         target = torch.empty(ticket.num_bytes, dtype=torch.uint8)
         if not ticket.dropped:
             self._read(target.numpy().data, self._position(ticket))

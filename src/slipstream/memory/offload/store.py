@@ -51,7 +51,7 @@ class TensorStore(ABC):
 
     @abstractmethod
     def settle(self, ticket: Any) -> None:
-        """From here on the memory of what was put may be overwritten."""
+        """Note that the memory of what was put may be overwritten from here on."""
 
     @abstractmethod
     def fetch(self, ticket: Any) -> None:

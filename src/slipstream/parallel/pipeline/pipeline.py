@@ -213,7 +213,7 @@ class Pipeline:
             self._schedule, self._closed = None, True
 
     def abandon(self) -> None:
-        """After an error: leave the model as it is, and the group to the other ranks."""
+        """Leave the model as it is after an error, and the group to the other ranks."""
         self._schedule = None
         gc.collect()  # torch's schedules and stages hold the group, and each other
 
@@ -258,7 +258,7 @@ class Pipeline:
         self._signature = signature
 
     def _infer_sent(self, loss_fn: LossFn, batch: MicroBatch) -> list[torch.Tensor]:
-        """By stage, a meta tensor like the one that it sends; of the last stage, the loss."""
+        """The meta tensor like the one that each stage sends; of the last stage, the loss."""
         outputs = sequential_forward(self._stages, batch, loss_fn, self._group)
         self._batch = CurrentBatch(outputs.returned)
         self._loss_dtype = outputs.sent[-1].dtype

@@ -109,7 +109,7 @@ class Stages:
     def run_recorded(
         self, stage: int, received: torch.Tensor | None, batch: MicroBatch, returned: Returned
     ) -> tuple[Any, Returned]:
-        """As `run`; also returns what modules that end in this stage returned, for later stages.
+        """Do as `run`; also return what modules that end in this stage returned, for later stages.
 
         Raises:
             ModelError: modules run in another order than they are registered in, a module at a
@@ -161,7 +161,7 @@ class Stages:
         return result
 
     def _overrides(self, run: _Run, returned: Returned) -> dict[str, CallOverride]:
-        """For modules of other stages, and at the stage's two split points."""
+        """The answers of modules of other stages, and at the stage's two split points."""
         paths, stage = self.split_points.paths, run.stage
         before, after, ending = self._others[stage]
         overrides = {path: self._skip_call(run, path, returned.get(path, [])) for path in before}

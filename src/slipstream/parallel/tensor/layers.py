@@ -63,7 +63,7 @@ class RegionState:
         return inside
 
     def leave(self) -> None:
-        """From here on tensors are whole again; idempotent."""
+        """Let tensors be whole again from here on; idempotent."""
         self.streams.use_common()
         self.entered = None
 

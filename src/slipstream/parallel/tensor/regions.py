@@ -97,7 +97,7 @@ def gather_from_region(
 def gather_to_region(
     x: torch.Tensor, group: Group, axis: int, sizes: tuple[int, ...]
 ) -> torch.Tensor:
-    """As `gather_from_region`, for layers that each compute with a part of their weights."""
+    """Do as `gather_from_region`, for layers that each compute with a part of their weights."""
     whole = TensorSpec.of(x).resized(sum(sizes), axis)
     return _apply("gather_to_region", AllGatherOperation(group, whole, axis, sizes), x)
 

@@ -67,7 +67,7 @@ class SplitLayers:
 
     @property
     def largest_shapes(self) -> dict[str, torch.Size]:
-        """By name of a split parameter, the shape of the largest shard on any rank."""
+        """The shape of the largest shard of each split parameter on any rank, by name."""
         return {
             name: self.shards[name].resized(parameter.shape, max(self.shards[name].widths))
             for name, parameter in self.model.named_parameters()
@@ -122,7 +122,7 @@ class SplitLayers:
         )
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """As ``torch.nn.utils.clip_grad_norm_``, by the norm of the whole model's gradients.
+        """Do as ``torch.nn.utils.clip_grad_norm_``, by the norm of the whole model's gradients.
 
         Returns:
             The norm before clipping, the same on every rank. Collective.
@@ -141,7 +141,7 @@ class SplitLayers:
         self.shards = {}
 
     def abandon(self) -> None:
-        """After an error: leave the layers split, and the group to the other ranks."""
+        """Leave the layers split after an error, and the group to the other ranks."""
         self._region.leave_group()
         self.group = self._region.group
 
@@ -171,7 +171,7 @@ class SplitLayers:
         self._undo += [hook.remove for hook in hooks]
 
     def _replace_module(self, module: nn.Module, replacement: nn.Module) -> None:
-        """Under every name of ``module``."""
+        """Put another module in the place of one, under every name of it."""
         for path, child in list(self.model.named_modules(remove_duplicate=False)):
             if child is module:
                 parent_path, _, name = path.rpartition(".")

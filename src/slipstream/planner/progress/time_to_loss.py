@@ -177,7 +177,7 @@ class LossForecast:
 
     @cached_property
     def runs(self) -> dict[str, LossRun]:
-        """By what decides their losses."""
+        """The runs of the calibration, by what decides their losses."""
         return {mathematics(Strategy.load(run.strategy)): run for run in self.calibration.runs}
 
     def timed(self) -> list[Timed]:

@@ -70,7 +70,7 @@ class GrowthPoint:
 
 
 class Takeover(NamedTuple):
-    """From ``ranks`` on ``technique`` is the one to choose: ``times`` as fast as the one before."""
+    """The number of ranks from which on ``technique`` is ``times`` as fast as the one before."""
 
     ranks: int
     technique: str

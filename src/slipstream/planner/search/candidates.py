@@ -244,7 +244,7 @@ def optimal_gather(
 
 
 def _joined(cuts: tuple[int, ...], seconds: Callable[[Sequence[int]], float]) -> tuple[int, ...]:
-    """Without the cuts that together gain less than TOLERANCE, the least useful ones first."""
+    """Drop cuts, the least useful ones first, that together gain less than TOLERANCE."""
 
     def without(cut: int) -> tuple[int, ...]:
         return tuple(other for other in cuts if other != cut)

@@ -147,7 +147,7 @@ def _costs(sizes: Array, seconds: SizeCost, borders: Collection[int]) -> Array:
 
 
 def _latest_ready(ready: Array) -> Array:
-    """At ``[i, j]`` the latest ready time of gradients ``i .. j - 1``."""
+    """The latest ready time of gradients ``i .. j - 1``, at ``[i, j]``."""
     not_after = np.tri(len(ready) + 1, dtype=bool)
     times = np.where(not_after, -np.inf, np.concatenate([[0.0], ready]))
     return np.asarray(np.maximum.accumulate(times, axis=1))

@@ -1,0 +1,145 @@
+"""The contents of a rank's checkpoint: collected from a session, and given back to one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from slipstream.data import randomness
+from slipstream.data.uneven_inputs import UnevenInputLoader
+from slipstream.errors import UsageError
+from slipstream.parallel.dims import mesh_of
+from slipstream.session.session import Session
+from slipstream.transport.consistency import any_of, broadcast_from_first
+
+AnySession = Session[Any, Any]
+BESIDE = "rank"
+"""The part of a rank's state that ``session.checkpoint()`` does not have."""
+
+
+class KeepsState(Protocol):
+    """A scheduler, a sampler, a counter of the script."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> object: ...
+
+
+def collected(
+    session: AnySession, also: Mapping[str, KeepsState]
+) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """The state of this rank, and the names of what its optimizer keeps, by parameter, where rank 0
+    saves that for all. A collective.
+
+    Args:
+        session: between two updates.
+        also: what else of the script has a state.
+    """
+    # first: ranks wait for one another in it, also for one whose other states fail
+    state = session.checkpoint(sharded=True)
+    loader = _loader_of(session)
+    place = {} if loader is None else loader.position()
+    state[BESIDE] = {
+        "also": {name: keeper.state_dict() for name, keeper in also.items()},
+        "random": randomness.state(),
+        "mesh": _mesh(session),
+        "pass": None if loader is None else loader.drawn_with,
+        "generators": [] if loader is None else loader.generators,
+        "place": place if "own" in place else None,
+    }
+    kept: dict[str, list[str]] = {}
+    if state["optimizer"]["ranks"] == 1:  # the first rank has the same
+        states = state["optimizer"]["optimizer"].get("state", {})
+        kept = {str(n): sorted(map(str, s)) for n, s in states.items() if isinstance(s, dict)}
+        if session.rank:
+            del state["optimizer"]
+    return state, kept
+
+
+def check_alike(
+    session: AnySession,
+    also: Mapping[str, KeepsState],
+    kept: Mapping[str, Sequence[str]],
+    group: dist.ProcessGroup,
+) -> None:
+    """Refuse to save the optimizer of rank 0 alone, where others keep what it does not. A
+    collective.
+
+    Args:
+        session, also: as in `collected`.
+        kept: from there.
+        group: all ranks.
+
+    Raises:
+        UsageError: on all ranks alike.
+    """
+    if any(_has_state_of(session.optimizer, keeper) for keeper in also.values()):
+        return  # each rank saves its own
+    first = broadcast_from_first(kept, group)
+    if any_of(kept != first, group):
+        name = type(session.optimizer).__name__
+        raise UsageError(
+            f"{name} keeps states of other parameters on some ranks than on rank 0, as one "
+            "that deals its work out to ranks does, and a checkpoint has those of rank 0; "
+            "save those of each rank, too: Checkpoints(..., also={'optimizer': optimizer})"
+        )
+
+
+def _has_state_of(optimizer: torch.optim.Optimizer, part: object) -> bool:
+    """Whether the state of ``part`` is that of the optimizer: it, or a framework's wrapper of it;
+    schedulers, which have it, too, save their own alone."""
+    wrapped = isinstance(part, torch.optim.Optimizer) and getattr(part, "optimizer", None)
+    return part is optimizer or wrapped is optimizer
+
+
+def give_back(
+    session: AnySession, also: Mapping[str, KeepsState], saved: Sequence[Mapping[str, Any]]
+) -> None:
+    """Let a session, and what else has a state, go on from what all ranks of a run have saved."""
+    states = [{k: v for k, v in one.items() if k != BESIDE} for one in saved]
+    mesh = saved[0][BESIDE].get("mesh", _mesh(session))
+    same = len(saved) == session.world_size and mesh == _mesh(session)
+    mine = saved[session.rank if same else 0][BESIDE]
+    if (place := mine.get("place")) is not None:  # older checkpoints have that of rank 0
+        states[0] = {**states[0], "session": {**states[0]["session"], "data": place}}
+    session.restore([state for state in states if state])
+    if place is not None and not same and session.rank == 0:
+        warnings.warn(
+            "the loader keeps a state of its own, and the ranks that saved it are others: each "
+            "goes on with that of rank 0",
+            stacklevel=3,
+        )
+    if missing := sorted({*also} - {*mine["also"]}):
+        warnings.warn(
+            f"the checkpoint has no state of {', '.join(missing)}, which begins anew",
+            stacklevel=3,
+        )
+    for name, keeper in also.items():
+        if name in mine["also"]:
+            keeper.load_state_dict(mine["also"][name])
+    if not same:  # random numbers of other ranks or places: each goes on with its own
+        return
+    loader = _loader_of(session)
+    if loader is not None:  # older checkpoints have those of a pass under way alone
+        loader.restore_generators(mine.get("generators", ()))
+    begun = mine["pass"]
+    if isinstance(begun, list):  # as it was written first: torch's own numbers alone
+        begun = {"default": {**mine["random"], "torch": begun[0]}, "loader": begun[1:]}
+    if begun is not None and loader is not None:
+        loader.draw_with(begun)
+    randomness.restore(mine["random"])
+
+
+def _loader_of(session: AnySession) -> UnevenInputLoader | None:
+    try:
+        return session.loader
+    except UsageError:
+        return None
+
+
+def _mesh(session: AnySession) -> dict[str, int]:
+    """The ranks along each axis: what a rank computes is told by its number and these."""
+    return mesh_of(session.strategy.parallel, session.world_size).sizes
