@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from slipstream.data import randomness
