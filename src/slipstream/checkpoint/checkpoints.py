@@ -361,6 +361,7 @@ class Checkpoints:
         loader = _loader_of(session)
         if loader is not None:  # older checkpoints have those of a pass under way alone
             loader.restore_generators(mine.get("generators", ()))
+            loader.let_workers_live_on(mine.get("workers", False))
         begun = mine["pass"]
         if isinstance(begun, list):  # as it was written first: torch's own numbers alone
             begun = {"default": {**mine["random"], "torch": begun[0]}, "loader": begun[1:]}
@@ -384,6 +385,7 @@ class Checkpoints:
                 "mesh": _mesh(session),
                 "pass": None if loader is None else loader.drawn_with,
                 "generators": [] if loader is None else loader.generators,
+                "workers": loader is not None and loader.workers_live_on,
                 "place": place if "own" in place else None,
             }
             if state["optimizer"]["ranks"] == 1:  # the first rank has the same

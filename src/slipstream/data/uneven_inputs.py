@@ -112,6 +112,8 @@ class UnevenInputLoader:
         self._skip = 0
         self._over: int | None = None  # the epoch of that pass: at another one it is over
         self._draw: pass_random.RandomStates | None = None
+        self._lives_on: bool | None = None
+        self._has_workers = False
 
     @property
     def drawn_with(self) -> pass_random.RandomStates | None:
@@ -130,6 +132,26 @@ class UnevenInputLoader:
     def restore_generators(self, states: Sequence[torch.Tensor]) -> None:
         """Let the loader's generators go on with the numbers of `generators`."""
         pass_random.restore_own(self._loader, states)
+
+    @property
+    def workers_live_on(self) -> bool:
+        """Whether the present pass, or the next one, is read by workers of a pass before it, on this
+        rank: it draws no seed for them."""
+        if self._followed is not None:
+            return self._followed.workers_live_on
+        present = self._present
+        return self._next_lives_on if present is None else present.workers_live_on
+
+    @property
+    def _next_lives_on(self) -> bool:
+        return self._has_workers if self._lives_on is None else self._lives_on
+
+    def let_workers_live_on(self, lives_on: bool) -> None:
+        """Let the next pass be one for which `workers_live_on` was so."""
+        if self._followed is not None:
+            self._followed.let_workers_live_on(lives_on)
+        else:
+            self._lives_on = lives_on
 
     @property
     def _present(self) -> _Pass | None:
@@ -173,6 +195,7 @@ class UnevenInputLoader:
         if "batches" in position:
             self._skip = position["batches"] * position["ranks"] // self._ranks
             self._over, self._draw = position.get("over"), None
+            self._lives_on = None
         elif "own" in position and self._keeps_place(self._loader):
             self._loader.load_state_dict(position["own"])
         else:
@@ -255,10 +278,16 @@ class UnevenInputLoader:
         begun.epoch = epoch_of(self._loader)  # before iterating, at which a sampler may count
         goes_on, again = self._skip > 0, self._draw
         begun.drawn_with = pass_random.states(self._loader) if again is None else again
+        begun.workers_live_on = lives_on = self._next_lives_on
+        if lives_on and not self._has_workers:
+            pass_random.begin_workers(self._loader)
         with pass_random.drawn_with(self._loader, begun.drawn_with, again=again is not None):
+            if self._has_workers and not lives_on:
+                pass_random.draw_seed(self._loader)
             batches = iter(self._loader)
             with self._skipping():
                 begun.skip(batches, self._skip)
+        self._has_workers = pass_random.seeds_once(self._loader)
         self._begin_anew()
         if self._group is None:
             return batches, None
@@ -269,7 +298,7 @@ class UnevenInputLoader:
 
     def _begin_anew(self) -> None:
         """Let the next pass go on with nothing."""
-        self._skip, self._over, self._draw = 0, None, None
+        self._skip, self._over, self._draw, self._lives_on = 0, None, None, None
 
 
 class _Pass(Iterator[Any]):
@@ -279,6 +308,7 @@ class _Pass(Iterator[Any]):
 
     Attributes:
         drawn_with: the random states with which it began.
+        workers_live_on: whether workers of a pass before it read for it.
         epoch: to which its sampler was set; None: it counts none.
         steps: batches so far, dummy batches and skipped ones included; 0 once it is over.
         is_over: whether it gives no more batches.
@@ -294,6 +324,7 @@ class _Pass(Iterator[Any]):
         self._given, self.is_over = 0, False
         self.steps = 0
         self.drawn_with: pass_random.RandomStates | None = None
+        self.workers_live_on = False
         self.epoch: int | None = None
         self._error = ""  # the last one, in words: it would hold what raised it
         self._errors = 0
