@@ -103,7 +103,7 @@ class UnevenInputLoader:
         self._recorder, self._on_start, self._explaining = recorder, on_start, explaining
         self._rates = rates
         self._ranks = dist.get_world_size(group) if group is not None else 1
-        self._passes = 0
+        self._passes = self._moves = 0  # moves: to the place of a state
         self._agreement: Agreement | None = None
         self._broken: DataError | None = None
         self.before_next: Callable[[], None] | None = None
@@ -201,6 +201,7 @@ class UnevenInputLoader:
         else:
             return False
         self._pass = None  # until it is asked again
+        self._moves += 1
         return True
 
     @staticmethod
@@ -263,20 +264,16 @@ class UnevenInputLoader:
         )
 
     def __iter__(self) -> Iterator[Any]:
-        return _Pass(self)
+        begun = _Pass(self)
+        begun.draw()  # at once, as the user's loader does: what is drawn next comes behind it
+        return begun
 
-    def _begin(self, begun: _Pass) -> tuple[Iterator[Any], Agreement | None]:
-        """Start a pass, behind the batches that it skips."""
-        if self._broken is not None:
-            raise self._broken
-        if self._agreement is not None:
-            self._agreement.settle()
-        if self._on_start is not None:
-            self._on_start()
+    def _drawn(self, begun: _Pass) -> Iterator[Any]:
+        """The batches of a pass, behind those that it skips."""
         if self._over is not None and self._over != epoch_of(self._loader):
             self._begin_anew()
         begun.epoch = epoch_of(self._loader)  # before iterating, at which a sampler may count
-        goes_on, again = self._skip > 0, self._draw
+        begun.goes_on, again = self._skip > 0, self._draw
         begun.drawn_with = pass_random.states(self._loader) if again is None else again
         begun.workers_live_on = lives_on = self._next_lives_on
         if lives_on and not self._has_workers:
@@ -289,12 +286,21 @@ class UnevenInputLoader:
                 begun.skip(batches, self._skip)
         self._has_workers = pass_random.seeds_once(self._loader)
         self._begin_anew()
+        return batches
+
+    def _begun(self, goes_on: bool) -> Agreement | None:
+        """A pass is asked for its first batch."""
+        if self._broken is not None:
+            raise self._broken
+        if self._agreement is not None:
+            self._agreement.settle()
+        if self._on_start is not None:
+            self._on_start()
         if self._group is None:
-            return batches, None
+            return None
         self._passes += 1
         rank = dist.get_rank(self._group)
-        rates = self._rates()
-        return batches, Agreement(rank, self._ranks, self._passes, goes_on=goes_on, rates=rates)
+        return Agreement(rank, self._ranks, self._passes, goes_on=goes_on, rates=self._rates())
 
     def _begin_anew(self) -> None:
         """Let the next pass go on with nothing."""
@@ -310,13 +316,15 @@ class _Pass(Iterator[Any]):
         drawn_with: the random states with which it began.
         workers_live_on: whether workers of a pass before it read for it.
         epoch: to which its sampler was set; None: it counts none.
+        goes_on: whether it has skipped batches.
         steps: batches so far, dummy batches and skipped ones included; 0 once it is over.
         is_over: whether it gives no more batches.
     """
 
     def __init__(self, loader: UnevenInputLoader) -> None:
         self._loader = loader
-        self._batches: Iterator[Any] | None = None
+        self._batches: Iterator[Any] = iter(())
+        self._moves, self._is_asked = 0, False
         self._agreement: Agreement | None = None
         self._length: int | None = None
         self._following: Any = _NOT_READ  # kept where the agreement is interrupted
@@ -324,7 +332,7 @@ class _Pass(Iterator[Any]):
         self._given, self.is_over = 0, False
         self.steps = 0
         self.drawn_with: pass_random.RandomStates | None = None
-        self.workers_live_on = False
+        self.workers_live_on = self.goes_on = False
         self.epoch: int | None = None
         self._error = ""  # the last one, in words: it would hold what raised it
         self._errors = 0
@@ -335,9 +343,11 @@ class _Pass(Iterator[Any]):
             loader.before_next()
         if self.is_over:
             raise StopIteration
-        if self._batches is None:
-            self._batches, self._agreement = loader._begin(self)
-            self._length = certain_length(loader._loader)
+        if not self._is_asked:
+            if self._moves != loader._moves:  # a state was restored since
+                self.draw()
+            self._agreement = loader._begun(self.goes_on)
+            self._length, self._is_asked = certain_length(loader._loader), True
         else:  # whatever was restored meanwhile
             loader._begin_anew()
         loader._pass = ref(self)
@@ -362,6 +372,11 @@ class _Pass(Iterator[Any]):
             self._given += 1
         self.steps += 1
         return batch
+
+    def draw(self) -> None:
+        """Begin to iterate over the loader."""
+        self._moves = self._loader._moves
+        self._batches = self._loader._drawn(self)
 
     def skip(self, batches: Iterator[Any], count: int) -> None:
         """Drop the first ones, which a run before this one has used. What is raised between them it
@@ -439,7 +454,6 @@ class _Pass(Iterator[Any]):
 
     def _read(self) -> Any:
         """The loader's next batch, or _END; the wait for it is recorded."""
-        assert self._batches is not None
         recorder = self._loader._recorder
         start = 0.0
         reading: Mapping[str, int] = {}
