@@ -3,14 +3,15 @@ batches of the one that nobody interrupted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import slipstream
 from slipstream.checkpoint import Checkpoints
@@ -66,14 +67,20 @@ class Stream(IterableDataset[int]):
         return iter(range(10 * self.epoch, 10 * self.epoch + 4))
 
 
-def epochs_of_stream(folder: Path, stop: int) -> list[int]:
+def stateful() -> StatefulDataLoader[int]:
+    rows: Any = range(4)
+    return StatefulDataLoader(rows, 2, sampler=DistributedSampler(rows, 1, 0))
+
+
+def epochs_of(folder: Path, stop: int, kind: Callable[[], Any]) -> list[int]:
     """The samples of a run in the loop of docs/checkpoints.md, until so many updates are done."""
     found: list[int] = []
-    with opened(DataLoader(Stream(), 2)) as session:
+    with opened(loader := kind()) as session:
         saved = Checkpoints(folder)
         saved.restore(session)
         for epoch in range(session.updates // 2, 3):
-            session.loader.dataset.set_epoch(epoch)
+            told = loader.sampler if kind is stateful else loader.dataset
+            told.set_epoch(epoch)
             for batch in session.loader:
                 found += batch.tolist()
                 session.backward(session.model(torch.ones(1, 1)).mean())
@@ -84,8 +91,12 @@ def epochs_of_stream(folder: Path, stop: int) -> list[int]:
     return found
 
 
-def test_the_epoch_that_a_dataset_is_told_counts(tmp_path: Path) -> None:
-    whole = epochs_of_stream(tmp_path / "whole", 6)
+@pytest.mark.parametrize("kind", [lambda: DataLoader(Stream(), 2), stateful])
+def test_the_next_epoch_is_none_of_the_one_that_is_over(
+    kind: Callable[[], Any], tmp_path: Path
+) -> None:
+    """Whether the dataset is told it, or the sampler of a loader that keeps its place itself."""
+    whole = epochs_of(tmp_path / "whole", 6, kind)
     for stop in (1, 2, 3):
-        first = epochs_of_stream(tmp_path / str(stop), stop)
-        assert first + epochs_of_stream(tmp_path / str(stop), 6) == whole
+        first = epochs_of(tmp_path / str(stop), stop, kind)
+        assert first + epochs_of(tmp_path / str(stop), 6, kind) == whole

@@ -28,8 +28,8 @@ DatasetStamp = list[Any]
 
 def stamp_of(dataset: Any) -> DatasetStamp:
     """Stamp what is set on a dataset, and on the datasets and transforms in it: numbers and words
-    by value, tensors by their version, a `multiprocessing.Value` by what it holds, all else by identity
-    and length.
+    by value, tensors by their version, a `multiprocessing.Value` by what it holds, all else by
+    identity and length.
 
     An element that is set in a long list or in an array is not seen.
 

@@ -135,8 +135,8 @@ class UnevenInputLoader:
 
     @property
     def workers_live_on(self) -> bool:
-        """Whether the present pass, or the next one, is read by workers of a pass before it, on this
-        rank: it draws no seed for them."""
+        """Whether workers of a pass before it read for the present pass, or for the next one, of
+        this rank: it draws no seed for them."""
         if self._followed is not None:
             return self._followed.workers_live_on
         present = self._present
@@ -171,13 +171,14 @@ class UnevenInputLoader:
         how many batches it has given, and of which epoch."""
         if self._followed is not None:
             return self._followed.position()
-        if self._keeps_place(self._loader):
-            return {"own": self._loader.state_dict()}
         present = self._present
         steps, over = self._skip, self._over
         if present is not None:
             steps, over = present.steps, present.epoch
-        return {"batches": steps, "ranks": self._ranks} | ({} if over is None else {"over": over})
+        place: dict[str, Any] = {"batches": steps, "ranks": self._ranks}
+        if self._keeps_place(self._loader):
+            place = {"own": self._loader.state_dict()}
+        return place | ({} if over is None else {"over": over})
 
     def go_to(self, position: Mapping[str, Any]) -> bool:
         """Let the next pass begin where the one of ``position`` was.
@@ -198,6 +199,7 @@ class UnevenInputLoader:
             self._lives_on = None
         elif "own" in position and self._keeps_place(self._loader):
             self._loader.load_state_dict(position["own"])
+            self._skip, self._over, self._draw = 0, position.get("over"), None
         else:
             return False
         self._pass = None  # until it is asked again
@@ -270,7 +272,8 @@ class UnevenInputLoader:
 
     def _drawn(self, begun: _Pass) -> Iterator[Any]:
         """The batches of a pass, behind those that it skips."""
-        if self._over is not None and self._over != epoch_of(self._loader):
+        is_other = self._over is not None and self._over != epoch_of(self._loader)
+        if is_other:
             self._begin_anew()
         begun.epoch = epoch_of(self._loader)  # before iterating, at which a sampler may count
         begun.goes_on, again = self._skip > 0, self._draw
@@ -284,6 +287,8 @@ class UnevenInputLoader:
             batches = iter(self._loader)
             with self._skipping():
                 begun.skip(batches, self._skip)
+            if is_other and self._keeps_place(self._loader) and not begun.has_next(batches):
+                batches = iter(self._loader)  # the state was of the end of the epoch before
         self._has_workers = pass_random.seeds_once(self._loader)
         self._begin_anew()
         return batches
@@ -406,6 +411,12 @@ class _Pass(Iterator[Any]):
                     raised = None  # else it holds this frame, which holds it
             raised, self._last = None, batch
             self._given += 1
+
+    def has_next(self, batches: Iterator[Any]) -> bool:
+        """Whether there is a batch, which is the first one."""
+        first = next(batches, _END)
+        self._following = _NOT_READ if first is _END else first
+        return first is not _END
 
     def __del__(self) -> None:
         self._end()
