@@ -287,7 +287,8 @@ class UnevenInputLoader:
             batches = iter(self._loader)
             with self._skipping():
                 begun.skip(batches, self._skip)
-            if is_other and self._keeps_place(self._loader) and not begun.has_next(batches):
+            goes_on_itself = is_other and self._keeps_place(self._loader)
+            if goes_on_itself and not begun.has_next(batches):
                 batches = iter(self._loader)  # the state was of the end of the epoch before
         self._has_workers = pass_random.seeds_once(self._loader)
         self._begin_anew()
