@@ -416,3 +416,29 @@ def test_without_a_loader_a_setting_that_needs_it_is_refused(setting: str) -> No
 def test_the_last_update_may_be_left_out() -> None:
     balance = build(spread(Sequences(), drop_last=True), ranks=2)
     assert len(balance.over(balance.loader)) == 83 // 4
+
+
+def taken_with_workers(count: int | None, state: dict[str, Any] | None = None) -> tuple[Any, Any]:
+    """Batches of two epochs, read by a worker, up to so many, and the state then."""
+    data: Any = torch.utils.data.TensorDataset(torch.arange(12.0))
+    data.lengths = [1 + number % 3 for number in range(12)]
+    seed = torch.Generator().manual_seed(1)
+    loader = DataLoader(data, batch_size=3, shuffle=True, generator=seed, num_workers=1)
+    balance = SampleBalance(loader, BalanceConfig(), rank=0, ranks=1)
+    dealt, seen = balance.over(balance.loader), []
+    if state is not None:
+        balance.load_state_dict(state)
+    for _ in range(2):
+        for (batch,) in dealt:
+            seen.append(batch.tolist())
+            if len(seen) == count:
+                return seen, balance.state_dict()
+    return seen, None
+
+
+@pytest.mark.process
+def test_workers_go_on_in_the_middle_of_an_epoch() -> None:
+    """torch asks a sampler for two iterators where workers read."""
+    whole, _ = taken_with_workers(None)
+    before, state = taken_with_workers(2)
+    assert before + taken_with_workers(6, state)[0] == whole

@@ -86,3 +86,15 @@ def test_it_is_refused_where_prefetch_reads_in_this_process(tmp_path: Path) -> N
     kept.close()
     assert torch.equal(torch.cat([*ahead]), 2 * data.values)
     ahead.close()
+
+
+def test_what_is_set_on_the_cached_dataset_is_set_on_the_users(tmp_path: Path) -> None:
+    """As ``session.loader.dataset.transform = ...`` does."""
+    data = Scaled(6)
+    kept: Any = cached(data, CacheConfig(folder=str(tmp_path), gigabytes=0.01))
+    assert [float(kept[i]) for i in range(6)] == [0, 1, 2, 3, 4, 5]
+    kept.transform = Scale(2.0)
+    assert data.transform is kept.transform
+    with pytest.raises(DataError, match="Scaled was changed"):
+        kept[1]
+    kept.close()

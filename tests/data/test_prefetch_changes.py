@@ -3,6 +3,7 @@ own workers."""
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -150,3 +151,34 @@ def test_workers_stay_where_nothing_was_set(keeps: bool, tmp_path: Path) -> None
     ahead.close()
     if keeps:
         data.close()
+
+
+class Shared(Dataset[int]):
+    """Its epoch lies in memory that it shares with workers."""
+
+    def __init__(self) -> None:
+        self.value = multiprocessing.Value("i", 0)
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> int:
+        return index + 100 * self.value.value
+
+
+class SharedEpoch(Shared):
+    def set_epoch(self, epoch: int) -> None:
+        self.value.value = epoch
+
+
+@pytest.mark.parametrize("kind", [Shared, SharedEpoch])
+def test_what_is_set_in_shared_memory_is_read(kind: type[Shared]) -> None:
+    """Also by workers that live on, if the dataset is told its epoch."""
+    workers = {"num_workers": 1, "persistent_workers": True} if kind is SharedEpoch else {}
+    data: Any = kind()
+    loader: Any = DataLoader(data, batch_size=5, **workers)
+    ahead = prefetch(loader, PrefetchConfig(threads=True, workers=1))
+    for epoch in range(3):
+        data.value.value = epoch
+        assert [batch.tolist() for batch in ahead] == [[100 * epoch + i for i in range(5)]]
+    ahead.close()

@@ -17,6 +17,7 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     RandomSampler,
+    Sampler,
     WeightedRandomSampler,
 )
 
@@ -307,3 +308,28 @@ def test_a_dataset_that_is_told_its_epoch_tells_it_its_workers(dataset: Any) -> 
         dataset.set_epoch(epoch)
         assert [int(batch) - 100 * epoch for batch in loader] == [0, 1, 2]
     loader.close()
+
+
+class AtOnce(Sampler[list[int]]):
+    """Draws batches when it is asked for an iterator, as many of scripts do."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(torch.randperm(8).view(4, 2).tolist())
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("lives_on", [False, True])
+def test_a_sampler_that_draws_at_once_is_asked_as_often_as_by_the_loader(lives_on: bool) -> None:
+    def seen(ahead: bool) -> list[Any]:
+        torch.manual_seed(0)
+        loader: Any = DataLoader(
+            Numbers(8), batch_sampler=AtOnce(), num_workers=1, persistent_workers=lives_on
+        )
+        if ahead:
+            loader = prefetch(loader, PrefetchConfig(threads=True, workers=1))
+        found = [[batch.tolist() for batch in loader] for _ in range(3)]
+        if ahead:
+            loader.close()
+        return [*found, torch.rand(()).item()]
+
+    assert seen(ahead=True) == seen(ahead=False)

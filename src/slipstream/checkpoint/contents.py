@@ -49,6 +49,7 @@ def collected(
         "mesh": _mesh(session),
         "pass": None if loader is None else loader.drawn_with,
         "generators": [] if loader is None else loader.generators,
+        "workers": loader is not None and loader.workers_live_on,
         "place": place if "own" in place else None,
     }
     kept: dict[str, list[str]] = {}
@@ -126,6 +127,7 @@ def give_back(
     loader = _loader_of(session)
     if loader is not None:  # older checkpoints have those of a pass under way alone
         loader.restore_generators(mine.get("generators", ()))
+        loader.let_workers_live_on(mine.get("workers", False))
     begun = mine["pass"]
     if isinstance(begun, list):  # as it was written first: torch's own numbers alone
         begun = {"default": {**mine["random"], "torch": begun[0]}, "loader": begun[1:]}

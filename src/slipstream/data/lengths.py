@@ -37,16 +37,19 @@ def certain_length(loader: Any) -> int | None:
 
 
 def epoch_of(loader: Any) -> int | None:
-    """The epoch to which the sampler of a loader is set; None: it counts none.
+    """The epoch to which a loader, its sampler or its dataset is set; None: none counts any.
+
+    Where several count, a script may tell the epoch to one alone: theirs are added up.
 
     Example:
         >>> epoch_of([1, 2]) is None
         True
     """
     outer = getattr(loader, "batch_sampler", None)
-    samplers = getattr(loader, "sampler", None), outer, getattr(outer, "sampler", None)
-    counting = next(filter(counts_epochs, samplers), None)
-    return None if counting is None else int(counting.epoch)
+    samplers = [getattr(loader, "sampler", None), outer, getattr(outer, "sampler", None)]
+    parts = {id(part): part for part in (loader, *samplers, getattr(loader, "dataset", None))}
+    epochs = [int(part.epoch) for part in parts.values() if counts_epochs(part)]
+    return sum(epochs) if epochs else None
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:

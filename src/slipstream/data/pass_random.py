@@ -7,13 +7,15 @@ again, drops the samples that it has used, and then goes on with the random numb
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypedDict
 
 import torch
+from torch.utils.data import IterableDataset
 
 from slipstream.data import randomness
+from slipstream.data.balance.loader import BalancedLoader
 
 
 class RandomStates(TypedDict):
@@ -68,3 +70,31 @@ def drawn_with(loader: object, saved: RandomStates, *, again: bool) -> Iterator[
         yield
     finally:
         randomness.restore(before)
+
+
+def seeds_once(loader: object) -> bool:
+    """Whether a loader draws a seed for workers in its first pass alone, as they live on; it comes
+    from the numbers that the order is drawn from.
+
+    Example:
+        >>> seeds_once([1, 2])
+        False
+    """
+    lives_on = bool(getattr(loader, "num_workers", 0) and getattr(loader, "persistent_workers", 0))
+    is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    draws_apart = isinstance(loader, BalancedLoader) or hasattr(loader, "state_dict")
+    return lives_on and not is_stream and not draws_apart
+
+
+def begin_workers(loader: Iterable[object]) -> None:
+    """Let workers that live on begin before a pass, as those of an earlier run had: it draws no
+    seed for them, and what this draws does not count."""
+    before = states(loader)
+    iter(loader)
+    randomness.restore(before["default"])
+    restore_own(loader, before["loader"])
+
+
+def draw_seed(loader: object) -> None:
+    """Draw the seed that a pass has drawn for workers which have begun since."""
+    torch.empty((), dtype=torch.int64).random_(generator=getattr(loader, "generator", None))

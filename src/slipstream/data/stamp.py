@@ -7,6 +7,7 @@ Workers have a copy, and what comes next was read before: what a script sets bet
 
 from __future__ import annotations
 
+from multiprocessing.sharedctypes import Synchronized
 from types import FunctionType, GenericAlias, ModuleType
 from typing import Any
 
@@ -27,7 +28,8 @@ DatasetStamp = list[Any]
 
 def stamp_of(dataset: Any) -> DatasetStamp:
     """Stamp what is set on a dataset, and on the datasets and transforms in it: numbers and words
-    by value, tensors by their version, all else by identity and length.
+    by value, tensors by their version, a `multiprocessing.Value` by what it holds, all else by
+    identity and length.
 
     An element that is set in a long list or in an array is not seen.
 
@@ -74,6 +76,9 @@ def _equal(one: Any, other: Any) -> bool:
 def _look(value: Any, depth: int, stamp: DatasetStamp) -> None:
     stamp.append(value)  # not its id, which another object may get
     if not depth or len(stamp) > MOST or isinstance(value, (*_PLAIN, *_OPAQUE)):
+        return
+    if isinstance(value, Synchronized):
+        stamp.append(value.get_obj().value)
         return
     if isinstance(value, torch.Tensor):
         stamp.append(0 if value.is_inference() else value._version)

@@ -104,7 +104,7 @@ class UnevenInputLoader(LoaderAround):
         self._recorder, self._on_start, self._explaining = recorder, on_start, explaining
         self._rates = rates
         self._ranks = dist.get_world_size(group) if group is not None else 1
-        self._passes = 0
+        self._passes = self._moves = 0  # moves: to the place of a state
         self._agreement: Agreement | None = None
         self._broken: DataError | None = None
         self.before_next: Callable[[], None] | None = None
@@ -113,6 +113,8 @@ class UnevenInputLoader(LoaderAround):
         self._skip = 0
         self._over: int | None = None  # the epoch of that pass: at another one it is over
         self._draw: pass_random.RandomStates | None = None
+        self._lives_on: bool | None = None
+        self._has_workers = False
 
     @property
     def drawn_with(self) -> pass_random.RandomStates | None:
@@ -133,6 +135,26 @@ class UnevenInputLoader(LoaderAround):
         pass_random.restore_own(self._loader, states)
 
     @property
+    def workers_live_on(self) -> bool:
+        """Whether workers of a pass before it read for the present pass, or for the next one, of
+        this rank: it draws no seed for them."""
+        if self._followed is not None:
+            return self._followed.workers_live_on
+        present = self._present
+        return self._next_lives_on if present is None else present.workers_live_on
+
+    @property
+    def _next_lives_on(self) -> bool:
+        return self._has_workers if self._lives_on is None else self._lives_on
+
+    def let_workers_live_on(self, lives_on: bool) -> None:
+        """Let the next pass be one for which `workers_live_on` was so."""
+        if self._followed is not None:
+            self._followed.let_workers_live_on(lives_on)
+        else:
+            self._lives_on = lives_on
+
+    @property
     def _present(self) -> _Pass | None:
         """The pass that is under way; of several, the one that was asked last."""
         present = self._pass() if self._pass is not None else None
@@ -150,13 +172,14 @@ class UnevenInputLoader(LoaderAround):
         how many batches it has given, and of which epoch."""
         if self._followed is not None:
             return self._followed.position()
-        if self._keeps_place(self._loader):
-            return {"own": self._loader.state_dict()}
         present = self._present
         steps, over = self._skip, self._over
         if present is not None:
             steps, over = present.steps, present.epoch
-        return {"batches": steps, "ranks": self._ranks} | ({} if over is None else {"over": over})
+        place: dict[str, Any] = {"batches": steps, "ranks": self._ranks}
+        if self._keeps_place(self._loader):
+            place = {"own": self._loader.state_dict()}
+        return place | ({} if over is None else {"over": over})
 
     def go_to(self, position: Mapping[str, Any]) -> bool:
         """Let the next pass begin where the one of ``position`` was.
@@ -174,11 +197,14 @@ class UnevenInputLoader(LoaderAround):
         if "batches" in position:
             self._skip = position["batches"] * position["ranks"] // self._ranks
             self._over, self._draw = position.get("over"), None
+            self._lives_on = None
         elif "own" in position and self._keeps_place(self._loader):
             self._loader.load_state_dict(position["own"])
+            self._skip, self._over, self._draw = 0, position.get("over"), None
         else:
             return False
         self._pass = None  # until it is asked again
+        self._moves += 1
         return True
 
     @staticmethod
@@ -230,36 +256,51 @@ class UnevenInputLoader(LoaderAround):
         )
 
     def __iter__(self) -> Iterator[Any]:
-        return _Pass(self)
+        begun = _Pass(self)
+        begun.draw()  # at once, as the user's loader does: what is drawn next comes behind it
+        return begun
 
-    def _begin(self, begun: _Pass) -> tuple[Iterator[Any], Agreement | None]:
-        """Start a pass, behind the batches that it skips."""
+    def _drawn(self, begun: _Pass) -> Iterator[Any]:
+        """The batches of a pass, behind those that it skips."""
+        is_other = self._over is not None and self._over != epoch_of(self._loader)
+        if is_other:
+            self._begin_anew()
+        begun.epoch = epoch_of(self._loader)  # before iterating, at which a sampler may count
+        begun.goes_on, again = self._skip > 0, self._draw
+        begun.drawn_with = pass_random.states(self._loader) if again is None else again
+        begun.workers_live_on = lives_on = self._next_lives_on
+        if lives_on and not self._has_workers:
+            pass_random.begin_workers(self._loader)
+        with pass_random.drawn_with(self._loader, begun.drawn_with, again=again is not None):
+            if self._has_workers and not lives_on:
+                pass_random.draw_seed(self._loader)
+            batches = iter(self._loader)
+            with self._skipping():
+                begun.skip(batches, self._skip)
+            goes_on_itself = is_other and self._keeps_place(self._loader)
+            if goes_on_itself and not begun.has_next(batches):
+                batches = iter(self._loader)  # the state was of the end of the epoch before
+        self._has_workers = pass_random.seeds_once(self._loader)
+        self._begin_anew()
+        return batches
+
+    def _begun(self, goes_on: bool) -> Agreement | None:
+        """A pass is asked for its first batch."""
         if self._broken is not None:
             raise self._broken
         if self._agreement is not None:
             self._agreement.settle()
         if self._on_start is not None:
             self._on_start()
-        if self._over is not None and self._over != epoch_of(self._loader):
-            self._begin_anew()
-        begun.epoch = epoch_of(self._loader)  # before iterating, at which a sampler may count
-        goes_on, again = self._skip > 0, self._draw
-        begun.drawn_with = pass_random.states(self._loader) if again is None else again
-        with pass_random.drawn_with(self._loader, begun.drawn_with, again=again is not None):
-            batches = iter(self._loader)
-            with self._skipping():
-                begun.skip(batches, self._skip)
-        self._begin_anew()
         if self._group is None:
-            return batches, None
+            return None
         self._passes += 1
         rank = dist.get_rank(self._group)
-        rates = self._rates()
-        return batches, Agreement(rank, self._ranks, self._passes, goes_on=goes_on, rates=rates)
+        return Agreement(rank, self._ranks, self._passes, goes_on=goes_on, rates=self._rates())
 
     def _begin_anew(self) -> None:
         """Let the next pass go on with nothing."""
-        self._skip, self._over, self._draw = 0, None, None
+        self._skip, self._over, self._draw, self._lives_on = 0, None, None, None
 
 
 class _Pass(Iterator[Any]):
@@ -269,14 +310,17 @@ class _Pass(Iterator[Any]):
 
     Attributes:
         drawn_with: the random states with which it began.
+        workers_live_on: whether workers of a pass before it read for it.
         epoch: to which its sampler was set; None: it counts none.
+        goes_on: whether it has skipped batches.
         steps: batches so far, dummy batches and skipped ones included; 0 once it is over.
         is_over: whether it gives no more batches.
     """
 
     def __init__(self, loader: UnevenInputLoader) -> None:
         self._loader = loader
-        self._batches: Iterator[Any] | None = None
+        self._batches: Iterator[Any] = iter(())
+        self._moves, self._is_asked = 0, False
         self._agreement: Agreement | None = None
         self._length: int | None = None
         self._following: Any = _NOT_READ  # kept where the agreement is interrupted
@@ -284,6 +328,7 @@ class _Pass(Iterator[Any]):
         self._given, self.is_over = 0, False
         self.steps = 0
         self.drawn_with: pass_random.RandomStates | None = None
+        self.workers_live_on = self.goes_on = False
         self.epoch: int | None = None
         self._error = ""  # the last one, in words: it would hold what raised it
         self._errors = 0
@@ -294,9 +339,11 @@ class _Pass(Iterator[Any]):
             loader.before_next()
         if self.is_over:
             raise StopIteration
-        if self._batches is None:
-            self._batches, self._agreement = loader._begin(self)
-            self._length = certain_length(loader._loader)
+        if not self._is_asked:
+            if self._moves != loader._moves:  # a state was restored since
+                self.draw()
+            self._agreement = loader._begun(self.goes_on)
+            self._length, self._is_asked = certain_length(loader._loader), True
         else:  # whatever was restored meanwhile
             loader._begin_anew()
         loader._pass = ref(self)
@@ -321,6 +368,11 @@ class _Pass(Iterator[Any]):
             self._given += 1
         self.steps += 1
         return batch
+
+    def draw(self) -> None:
+        """Begin to iterate over the loader."""
+        self._moves = self._loader._moves
+        self._batches = self._loader._drawn(self)
 
     def skip(self, batches: Iterator[Any], count: int) -> None:
         """Drop the first ones, which a run before this one has used. What is raised between them it
@@ -350,6 +402,12 @@ class _Pass(Iterator[Any]):
                     raised = None  # else it holds this frame, which holds it
             raised, self._last = None, batch
             self._given += 1
+
+    def has_next(self, batches: Iterator[Any]) -> bool:
+        """Whether there is a batch, which is the first one."""
+        first = next(batches, _END)
+        self._following = _NOT_READ if first is _END else first
+        return first is not _END
 
     def __del__(self) -> None:
         self._end()
@@ -398,7 +456,6 @@ class _Pass(Iterator[Any]):
 
     def _read(self) -> Any:
         """The loader's next batch, or _END; the wait for it is recorded."""
-        assert self._batches is not None
         recorder = self._loader._recorder
         start = 0.0
         reading: Mapping[str, int] = {}

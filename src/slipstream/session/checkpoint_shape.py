@@ -285,7 +285,9 @@ def _position(value: Any) -> Mistakes:
                     yield _wrong("data.seed", count, "a whole number")
             else:
                 yield from _count(f"data.{key}", count)
-    elif {*value} != {"own"}:
+    elif {*value} in ({"own"}, {"own", "over"}):
+        yield from _count("data.over", value.get("over", 0))
+    else:
         names = ", ".join(sorted(map(str, value)))
         yield f"data: {names or 'nothing'}; allowed: own, or batches and ranks, or epoch, ..."
 

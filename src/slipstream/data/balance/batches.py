@@ -98,10 +98,10 @@ class BalancedBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         self._begun = self.position
-        self._first = 0
         return self._from(self._begun)
 
     def _from(self, begun: Position) -> Iterator[list[int]]:
+        self._first = 0  # now, as a loader with workers begins twice before it asks for a batch
         for step, samples in enumerate(self._plan(begun)):
             yield self._dealt(begun, step)[self._rank] or samples[:1]
 

@@ -84,7 +84,8 @@ def cached_loader(loader: Any, config: CacheConfig) -> tuple[DataLoader[Any], Ca
 
 
 class CachedDataset(Dataset[Any]):
-    """The result of `cached`; attributes that it lacks are those of the dataset.
+    """The result of `cached`; attributes that it lacks are those of the dataset, also when
+    they are set.
 
     Worker processes get a copy, which uses the same cache.
     """
@@ -174,6 +175,12 @@ class CachedDataset(Dataset[Any]):
         if name.startswith("_"):  # copy and pickle ask for these before __init__ has run
             raise AttributeError(name)
         return getattr(self._dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._dataset, name, value)
 
     def __copy__(self) -> CachedDataset:
         """A dataset of its own, and one user of the store with this one: either closes both."""

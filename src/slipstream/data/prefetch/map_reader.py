@@ -84,7 +84,8 @@ class MapReader:
         self._reads_itself = self._is_judging = self._is_judged = False
         self.value, self.gave_all, self.skips = "not begun", False, False
         # Workers have a copy of the dataset: what is set on it between epochs must reach them.
-        self._starts_anew = hasattr(loader.dataset, "set_epoch") and not loader.persistent_workers
+        self._has_epochs = hasattr(loader.dataset, "set_epoch")
+        self._starts_anew = self._has_epochs and not loader.persistent_workers
         self._passes = self._new_passes()
 
     @property
@@ -128,7 +129,7 @@ class MapReader:
 
     def _new_passes(self, earlier: Passes | None = None) -> Passes:
         passes = Passes(self._loader, earlier)
-        if self._starts_anew:
+        if self._has_epochs:  # also in memory that workers share, which stay
             passes.note = "not across epochs: the dataset has set_epoch"
         return passes
 

@@ -127,6 +127,7 @@ class Passes:
         self.sent: deque[Batch] = deque()
         self._again: deque[Batch] = deque()
         known = all(type(one) in FORESEEN for one in self._samplers)
+        self._begins_twice = not known and loader.num_workers > 0
         self._draws_in_between = not known or any(map(draws_in_between, self._samplers))
         self.note = "" if known else UNKNOWN
 
@@ -303,6 +304,8 @@ class Passes:
             self._draw_seed()
         elif self._seeds is self._generator:
             self._drawn_seed()
+        if self._begins_twice and not (self._last >= 0 and self._seeds_once):
+            batches = iter(sampler)  # as iter(loader) does, for its workers
         self._last += 1
         moves = deque([(0, self._generator.get_state())])
         length = 0 if self._draws_in_between else len(sampler)

@@ -1,0 +1,102 @@
+"""Loaders whose workers live on, and datasets that are told the epoch: a resumed run takes the
+batches of the one that nobody interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import slipstream
+from slipstream.checkpoint import Checkpoints
+
+
+def opened(loader: Any, strategy: Any = None) -> slipstream.Session[Any, Any]:
+    model = torch.nn.Linear(1, 1)
+    return slipstream.accelerate(model, torch.optim.SGD(model.parameters()), loader, strategy)
+
+
+def lives_on(folder: Path, stop: int, ahead: bool, goes_back: bool = False) -> list[list[int]]:
+    """The batches of two passes from a checkpoint to a checkpoint, or after going back to it."""
+    rows: Any = range(9)
+    loader = DataLoader(rows, 3, shuffle=True, num_workers=1, persistent_workers=True)
+    strategy = {"data": {"prefetch": {"threads": True, "workers": 1}}} if ahead else {}
+    with opened(loader, strategy) as session:
+        saved = Checkpoints(folder)
+        torch.manual_seed(99 if saved.paths else 5)
+        saved.restore(session)
+        batches = (batch.tolist() for _ in range(9) for batch in session.loader)
+        found = list(islice(batches, stop))
+        saved.save(session, wait=True)
+        if goes_back:
+            list(islice(batches, 4))
+            batches.close()
+            saved.restore(session)
+            found += [batch.tolist() for batch in session.loader]
+    return found
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("stop", [1, 3, 4])  # in the first pass, at its end, in the second one
+def test_workers_that_live_on_draw_no_seed_again(stop: int, ahead: bool, tmp_path: Path) -> None:
+    whole = lives_on(tmp_path / "whole", 7, ahead)
+    first = lives_on(tmp_path / "parted", stop, ahead)
+    assert first + lives_on(tmp_path / "parted", 7 - stop, ahead) == whole
+
+
+@pytest.mark.process
+def test_a_run_that_goes_back_to_its_first_pass_draws_the_seed_again(tmp_path: Path) -> None:
+    whole = lives_on(tmp_path / "whole", 3, ahead=False)
+    assert lives_on(tmp_path / "back", 1, ahead=False, goes_back=True) == whole
+
+
+class Stream(IterableDataset[int]):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10 * self.epoch, 10 * self.epoch + 4))
+
+
+def stateful() -> StatefulDataLoader[int]:
+    rows: Any = range(4)
+    return StatefulDataLoader(rows, 2, sampler=DistributedSampler(rows, 1, 0))
+
+
+def epochs_of(folder: Path, stop: int, kind: Callable[[], Any]) -> list[int]:
+    """The samples of a run in the loop of docs/checkpoints.md, until so many updates are done."""
+    found: list[int] = []
+    with opened(loader := kind()) as session:
+        saved = Checkpoints(folder)
+        saved.restore(session)
+        for epoch in range(session.updates // 2, 3):
+            told = loader.sampler if kind is stateful else loader.dataset
+            told.set_epoch(epoch)
+            for batch in session.loader:
+                found += batch.tolist()
+                session.backward(session.model(torch.ones(1, 1)).mean())
+                session.step()
+                saved.step(session, every=1)
+                if session.updates == stop:
+                    return found
+    return found
+
+
+@pytest.mark.parametrize("kind", [lambda: DataLoader(Stream(), 2), stateful])
+def test_the_next_epoch_is_none_of_the_one_that_is_over(
+    kind: Callable[[], Any], tmp_path: Path
+) -> None:
+    """Whether the dataset is told it, or the sampler of a loader that keeps its place itself."""
+    whole = epochs_of(tmp_path / "whole", 6, kind)
+    for stop in (1, 2, 3):
+        first = epochs_of(tmp_path / str(stop), stop, kind)
+        assert first + epochs_of(tmp_path / str(stop), 6, kind) == whole
