@@ -274,7 +274,7 @@ class UnevenInputLoader(LoaderAround):
         with pass_random.drawn_with(self._loader, begun.drawn_with, again=again is not None):
             if self._has_workers and not lives_on:
                 pass_random.draw_seed(self._loader)
-            batches = iter(self._loader)
+            batches: Iterator[Any] = iter(self._loader)
             with self._skipping():
                 begun.skip(batches, self._skip)
             goes_on_itself = is_other and self._keeps_place(self._loader)
