@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
 
+from tests.harness.forks import forking
 from tests.harness.ranks import Ranks
 
 
@@ -26,6 +28,19 @@ def three() -> Iterator[Ranks]:
 def four() -> Iterator[Ranks]:
     with Ranks(4) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="session")
+def _forks() -> Iterator[str]:
+    with forking() as program:
+        yield program
+
+
+@pytest.fixture
+def forks(_forks: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What takes the place of ``sys.executable``: commands start forks; see `harness.forks`."""
+    monkeypatch.setattr(sys, "executable", _forks)
+    return _forks
 
 
 @pytest.fixture(autouse=True)

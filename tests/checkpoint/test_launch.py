@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.harness.command_line import COMMAND_LINE
 from tests.harness.scripts import Script
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 TRAIN = """
 import os, signal
@@ -56,12 +53,13 @@ def undisturbed() -> str:
 
 
 @pytest.mark.parametrize("launcher", ["slipstream launch", "torchrun"])
-def test_a_killed_rank_is_restarted_and_goes_on(launcher: str, tmp_path: Path) -> None:
+def test_a_killed_rank_is_restarted_and_goes_on(launcher: str, tmp_path: Path, forks: str) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     words, log = ["--max-restarts", "1", "train.py"], tmp_path / "log"
     if launcher == "torchrun":
         with log.open("w") as said:
-            run = [*TORCHRUN, "--nproc-per-node", "2", *words]
+            torchrun = [forks, "-m", "torch.distributed.run", "--standalone"]
+            run = [*torchrun, "--nproc-per-node", "2", *words]
             code = subprocess.call(run, cwd=tmp_path, stdout=said, stderr=said, timeout=170)
     else:
         run = ["launch", "--nproc", "2", *words]

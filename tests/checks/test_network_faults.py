@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 
 from slipstream.testbed import Testbed, unavailable
 from slipstream.testbed.network import shape
+from tests.harness.scripts import Script
 
 TIMEOUT, CUT = 8.0, 2
 """Of the run, and the host whose link is cut."""
@@ -26,11 +25,9 @@ def bed() -> Iterator[Testbed]:
         yield bed
 
 
-def start(
-    bed: Testbed, folder: Path, env: Mapping[str, str] | None = None
-) -> list[subprocess.Popen[str]]:
+def start(bed: Testbed, folder: Path, env: Mapping[str, str] | None = None) -> list[Script]:
     """A rank on each host; returns once all of them train."""
-    script = str(Path(__file__).parent / "on_hosts.py")
+    script = Path(__file__).parent / "on_hosts.py"
     ranks = []
     for node in bed.nodes:
         rank = {
@@ -42,18 +39,30 @@ def start(
             "MASTER_PORT": "29500",
             **(env or {}),
         }
-        argv = [sys.executable, script, str(folder), str(TIMEOUT)]
-        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        ranks.append(bed.popen(node, argv, rank, **pipe))
+        place = {"host": (bed, node), "env": rank, "log": log_of(folder, node.index)}
+        ranks.append(Script(script, str(folder), str(TIMEOUT), **place))
     wait_until_all_train(ranks, folder)
     return ranks
 
 
-def wait_until_all_train(ranks: list[subprocess.Popen[str]], folder: Path) -> None:
+def log_of(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.log"
+
+
+def ended(ranks: list[Script], folder: Path) -> list[str]:
+    """What ranks have said, all of which fail."""
+    said = []
+    for number, rank in enumerate(ranks):
+        assert rank.wait(120)
+        said.append(log_of(folder, number).read_text())
+    return said
+
+
+def wait_until_all_train(ranks: list[Script], folder: Path) -> None:
     for path in folder.glob("trains*"):
         path.unlink()
     while not all((folder / f"trains{rank}").exists() for rank in range(len(ranks))):
-        assert all(rank.poll() is None for rank in ranks), ranks[0].communicate()[0]
+        assert all(rank.poll() is None for rank in ranks), log_of(folder, 0).read_text()
         time.sleep(0.05)
 
 
@@ -69,7 +78,7 @@ def set_rate(bed: Testbed, bits: int) -> None:
         assert bed.popen(node, argv).wait() == 0
 
 
-def nobody_was_alarmed(ranks: list[subprocess.Popen[str]], folder: Path) -> None:
+def nobody_was_alarmed(ranks: list[Script], folder: Path) -> None:
     wait_until_all_train(ranks, folder)
     assert not [*folder.glob("autopsy*/autopsy.json")]
 
@@ -91,8 +100,7 @@ def test_a_link_that_comes_back_or_is_slow_harms_nobody_and_a_cut_ends_all_ranks
 
     set_rate(bed, 1_000_000_000)
     link(bed, "down")
-    said = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert all(rank.returncode for rank in ranks)
+    said = ended(ranks, tmp_path)
     for rank, words in enumerate(said):
         assert "HangError" in words, said
         if rank == CUT:  # it sees nobody else
@@ -112,16 +120,17 @@ time.sleep(1000)
 
 
 def test_ranks_whose_store_is_gone_train_on_and_say_so_when_they_fail(bed, tmp_path):
-    first, pipe = bed.nodes[0], {"stdout": subprocess.PIPE, "text": True}
-    store = bed.popen(first, [sys.executable, "-c", STORE, first.address], **pipe)
-    assert "listens" in store.stdout.readline()
+    first, script, log = bed.nodes[0], tmp_path / "store.py", tmp_path / "store.log"
+    script.write_text(STORE)
+    store = Script(script, first.address, host=(bed, first), log=log)
+    while not (log.exists() and "listens" in log.read_text()):
+        assert store.poll() is None, log.read_text()
+        time.sleep(0.02)
     ranks = start(bed, tmp_path, {"TORCHELASTIC_USE_AGENT_STORE": "True"})
-    store.stdout.close()
     store.kill()
     time.sleep(2 * TIMEOUT)
     wait_until_all_train(ranks, tmp_path)
     ranks[CUT].kill()
-    for rank, said in enumerate(rank.communicate(timeout=120)[0] for rank in ranks):
+    for rank, said in enumerate(ended(ranks, tmp_path)):
         told = re.search("HangError: .*the run's store (is gone, too|has not answered)", said)
         assert rank == CUT or told, said
-    assert all(rank.returncode for rank in ranks)

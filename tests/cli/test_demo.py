@@ -49,13 +49,14 @@ from tests.planner.networks import ethernet_profile
 from tests.planner.test_ranking import workload
 from tests.testbed.traces import interfaces
 
-SLIPSTREAM_DEMO = [sys.executable, "-m", "slipstream", "demo"]
 FAST = ["--nodes", "2", "--rate", "10gbit"]
 SMALLER = 16, 32, 4
 """Width, pixels and batch of a training as deep as the demo's, in a tenth of its time."""
 SMALL = f"""
 import json, sys
+from slipstream.calibration import codec_cost
 from slipstream.cli.demo import task, training
+codec_cost.ROUNDS, codec_cost.WINDOW, codec_cost.SHORTEST = 1, 0.002, 0.002
 task.WIDTH, task.PIXELS, task.BATCH = {SMALLER}
 training.main(**json.loads(sys.argv[1]))
 assert not {{"transformers", "sklearn"}} & {{*sys.modules}}, "it needs slipstream's packages alone"
@@ -163,9 +164,9 @@ def test_a_rate_without_links_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "demo").exists()
 
 
-def test_interrupting_leaves_nothing(tmp_path: Path) -> None:
+def test_interrupting_leaves_nothing(tmp_path: Path, forks: str) -> None:
     """On loopback; on emulated hosts: test_testbed.py."""
-    argv = [*SLIPSTREAM_DEMO, "--nodes", "2", "--loopback", "--steps", "2"]
+    argv = [forks, "-m", "slipstream", "demo", "--nodes", "2", "--loopback", "--steps", "2"]
     argv += ["--folder", str(tmp_path)]
     environment = os.environ | {"FORCE_COLOR": "1"}  # as in a terminal: progress is shown
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}

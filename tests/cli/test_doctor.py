@@ -19,18 +19,19 @@ from slipstream.cli.doctor.report import report
 from slipstream.planner.network.curve import Curve
 from slipstream.planner.network.profile import NetworkProfile
 from slipstream.testbed import unavailable
+from tests.cli.running import SMALL
 from tests.planner.networks import SIZES, ring_profile as cluster
 
 _reason = unavailable()
-SLIPSTREAM = [sys.executable, "-m", "slipstream"]
 NETWORK = ["doctor", "network", "--seconds", "1", "-o", "cluster.yaml"]
 
 
-def slipstream(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command line in ``folder``."""
+def slipstream(python: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command line in ``folder``, as small.py."""
+    (folder / "small.py").write_text(SMALL)
     environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     return subprocess.run(
-        [*SLIPSTREAM, *words],
+        [python, "-m", "small", *words],
         cwd=folder,
         env=environ | {"COLUMNS": "100"},
         text=True,
@@ -40,9 +41,10 @@ def slipstream(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(_reason is not None, reason=str(_reason))
-def test_it_measures_draws_and_saves_on_emulated_hosts(tmp_path: Path) -> None:
+def test_it_measures_draws_and_saves_on_emulated_hosts(tmp_path: Path, forks: str) -> None:
     """There, ranks have a launcher; alone on this host: test_tune.py."""
-    ran = slipstream(tmp_path, *NETWORK, "--nodes", "2", "--ranks-per-node", "2", "--rate", "1gbit")
+    hosts = ["--nodes", "2", "--ranks-per-node", "2", "--rate", "1gbit"]
+    ran = slipstream(forks, tmp_path, *NETWORK, *hosts)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     found = NetworkProfile.load(tmp_path / "cluster.yaml")
     assert (found.world_size, found.hosts, found.ranks_per_host) == (4, 2, 2)
@@ -52,7 +54,8 @@ def test_it_measures_draws_and_saves_on_emulated_hosts(tmp_path: Path) -> None:
     assert "all-gather" in ran.stdout
     assert "written to cluster.yaml" in ran.stdout
     assert ran.stdout.count("written") == 1
-    assert set(os.listdir(tmp_path)) - {"slipstream-logs"} == {"cluster.yaml"}
+    others = {"slipstream-logs", "small.py", "__pycache__"}
+    assert set(os.listdir(tmp_path)) - others == {"cluster.yaml"}
 
 
 WRONG = {

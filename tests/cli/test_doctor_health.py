@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +20,7 @@ from slipstream.errors import ClusterError
 from slipstream.health.facts import HostFacts
 from slipstream.testbed import Testbed, unavailable
 from tests.harness.ranks import free_port
+from tests.harness.scripts import Script
 from tests.health.machines import LOG, plain, with_gpus, write
 
 _reason = unavailable()
@@ -157,15 +157,15 @@ def test_a_slow_host_and_a_firewall_are_found_and_named(tmp_path: Path) -> None:
         silent = f"ip neighbour replace {bed.nodes[2].address} lladdr 02:00:00:00:00:99 dev eth0"
         assert bed.popen(bed.nodes[3], slow.split()).wait() == 0
         assert bed.popen(bed.nodes[1], silent.split()).wait() == 0
-        program = [sys.executable, "-m", links.__name__, json.dumps(job)]
-        out = {"stdout": subprocess.PIPE, "text": True}
-        ranks = [
-            bed.popen(node, on_node(bed, node, program), **(out if node.index == 0 else {}))
-            for node in bed.nodes
-        ]
-        answer = ranks[0].communicate(timeout=280)[0]
-        assert [rank.wait(60) for rank in ranks] == [1, 0, 0, 0]
-    said: dict[str, Any] = json.loads(answer)
+        ranks = []
+        for node in bed.nodes:
+            env = dict(word.split("=") for word in on_node(bed, node, [])[1:])
+            log, errors = (tmp_path / f"{node.index}.{end}" for end in ("out", "err"))
+            place = {"host": (bed, node), "env": env, "log": log, "errors": errors}
+            ranks.append(Script(Path(links.__file__), json.dumps(job), **place))
+        codes = [rank.wait(280) for rank in ranks]
+    assert codes == [1, 0, 0, 0], [file.read_text() for file in tmp_path.glob("*.err")]
+    said: dict[str, Any] = json.loads((tmp_path / "0.out").read_text())
     wrong = {one["check"]: one for one in said["diagnoses"] if one["status"] == "wrong"}
     assert wrong.keys() == {"connections", "links"}
     assert wrong["connections"]["hosts"] == ["node1", "node2"]

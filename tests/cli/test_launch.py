@@ -185,7 +185,7 @@ def test_the_first_failing_rank_is_shown_and_its_code_returned(tmp_path: Path) -
 
 @pytest.mark.parametrize(("fault", "says", "expected"), FAULTS.values(), ids=FAULTS)
 def test_the_rank_that_began_it_is_named(
-    fault: str, says: str, expected: int, tmp_path: Path
+    fault: str, says: str, expected: int, tmp_path: Path, forks: str
 ) -> None:
     script = IN_TORCH.replace("FAULT", fault)
     code, _, err = launch(tmp_path, script, "--nproc", "2", "-m", "script")
@@ -197,7 +197,7 @@ def test_the_rank_that_began_it_is_named(
         assert "still well" in err  # the end of its log
 
 
-def test_a_rank_that_leaves_a_training_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_leaves_a_training_is_named(tmp_path: Path, forks: str) -> None:
     code, _, err = launch(tmp_path, TRAIN, "--nproc", "2", "script.py")
     assert code == 1
     assert "rank 1 failed first" in err
@@ -260,7 +260,7 @@ def test_a_mistake_ends_before_anything_starts(
     assert not list(tmp_path.glob("pid*"))
 
 
-def test_two_nodes_meet_and_only_the_first_prints(tmp_path: Path) -> None:
+def test_two_nodes_meet_and_only_the_first_prints(tmp_path: Path, forks: str) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     options = ["--nnodes", "2", "--rdzv-endpoint", endpoint]
     nodes = [

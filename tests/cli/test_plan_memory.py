@@ -87,7 +87,7 @@ def users_model(tmp_path):
 
 @pytest.mark.process
 def test_the_numbers_of_a_users_model_and_a_trace_tells_how_fast_larger_batches_are(
-    users_model, files
+    users_model, files, forks
 ):
     options = ["--memory", "1MiB", "--model", users_model, "--optimizer", "momentum"]
     found = json.loads(_run(*options, *files, "--json"))
@@ -116,7 +116,7 @@ def test_the_numbers_of_a_users_model_and_a_trace_tells_how_fast_larger_batches_
 
 
 @pytest.mark.process
-def test_the_tables_of_a_known_model():
+def test_the_tables_of_a_known_model(forks):
     shown = _run("--memory", "32GiB", "--model", "bert-base", "--length", "128")
     for text in ("bert-base: the largest batch in 32GiB", "recompute all + offload"):
         assert text in shown

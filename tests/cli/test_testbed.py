@@ -46,7 +46,7 @@ def slipstream(monkeypatch, capfd):
 
 
 @needs_hosts
-def test_run_launches_the_script_on_every_host(slipstream, tmp_path) -> None:
+def test_run_launches_the_script_on_every_host(slipstream, forks, tmp_path) -> None:
     script, logs = tmp_path / "meet.py", tmp_path / "logs"
     script.write_text(MEET)
     options = ["--nodes", "2", "--ranks-per-node", "2", "--log-dir", str(logs)]
@@ -61,7 +61,9 @@ def test_run_launches_the_script_on_every_host(slipstream, tmp_path) -> None:
 
 
 @needs_hosts
-def test_a_rank_that_fails_ends_the_run_with_its_code_and_traceback(slipstream, tmp_path) -> None:
+def test_a_rank_that_fails_ends_the_run_with_its_code_and_traceback(
+    slipstream, forks, tmp_path
+) -> None:
     script = tmp_path / "fail.py"
     script.write_text(FAIL)
     options = ["--nodes", "2", "--log-dir", str(tmp_path / "logs")]

@@ -19,6 +19,7 @@ from slipstream.planner.network.profile import NetworkProfile
 from slipstream.planner.search import candidates
 from slipstream.strategy import Strategy
 from slipstream.tuner import exact_search, tune
+from tests.cli.running import SMALL
 from tests.planner.networks import ethernet_profile as cluster
 from tests.testbed.traces import marked, wait_for_marked
 
@@ -62,7 +63,14 @@ def slipstream(monkeypatch, capfd, tmp_path):
 
 
 @pytest.mark.timeout(600)  # several trainings of real ranks, one after the other
-def test_it_measures_real_ranks_and_writes_what_it_found(slipstream, monkeypatch, tmp_path) -> None:
+def test_it_measures_real_ranks_and_writes_what_it_found(slipstream, monkeypatch, forks) -> None:
+    doctor = place.TrialPlace.doctor
+
+    def small(where: place.TrialPlace, output: Path, seconds: float) -> list[str]:
+        return [sys.executable, "-m", "small", *doctor(where, output, seconds)[3:]]
+
+    Path("small.py").write_text(SMALL)
+    monkeypatch.setattr(place.TrialPlace, "doctor", small)
     monkeypatch.setattr(tune, "LEAST_MEASURED", 1)
     # A codec is tried, come what may, and nothing is fast enough for a comparison in pairs.
     monkeypatch.setattr(tune, "MODEL_ERROR", 1.0)
@@ -113,7 +121,7 @@ def test_it_measures_real_ranks_and_writes_what_it_found(slipstream, monkeypatch
     assert marked(marker) == []
 
 
-def test_a_script_that_never_steps_ends_in_a_box(slipstream) -> None:
+def test_a_script_that_never_steps_ends_in_a_box(slipstream, forks) -> None:
     Path("never.py").write_text("print('done')")
     marker = f"tuned-{uuid.uuid4()}"
     code, out, err = slipstream("--budget", "1h", "--", "never.py", marker)

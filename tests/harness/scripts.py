@@ -10,7 +10,7 @@ an interpreter that has just done so. The file runs as ``__main__``, with argume
 folder and streams of its own. It ends as an interpreter does: exit handlers run, threads are
 joined, modules are taken down, and the code is that of its error or of ``sys.exit``. The objects of
 the imports alone are not collected then, as the server has frozen them (see ``frozen``), and
-triton's binding says so on stderr.
+triton's binding says so on stderr. One may run on a host of a testbed: ``host=(bed, node)``.
 
 A test that is about the start needs an interpreter: about its options, about variables that it
 reads before the script runs (``PYTHON...``), about what an import brings or warns of.
@@ -22,12 +22,15 @@ import ctypes
 import multiprocessing
 import multiprocessing.process
 import os
+import runpy
+import signal
 import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
+from slipstream.testbed import Node, Testbed, _enter
 from tests.harness.ranks import context, free_port
 
 
@@ -42,6 +45,7 @@ class Script:
         log: the file for what it prints.
         errors: the file for what goes to stderr; without, ``log``.
         strict: a warning is an error, as by ``-W error``.
+        host: an emulated one on which it runs, as what ``Testbed.popen`` starts.
     """
 
     def __init__(
@@ -53,11 +57,17 @@ class Script:
         env: Mapping[str, str | None] | None = None,
         folder: Path | None = None,
         strict: bool = False,
+        host: tuple[Testbed, Node] | None = None,
     ) -> None:
         files = [str(file.absolute()) for file in (log, errors or log)]
         variables = {n: v for n, v in {**os.environ, **(env or {})}.items() if v is not None}
-        place = variables, str(folder or "."), files, [*sys.path]
-        arguments = ([str(path.absolute()), *words], *place, strict)
+        holder = None
+        if host is not None:
+            bed, node = host
+            holder = bed._pids[node.index]
+            variables["GLOO_SOCKET_IFNAME"] = node.interface
+        place = variables, str(folder or "."), files, [*sys.path], sys.executable
+        arguments = ([str(path.absolute()), *words], *place, strict, holder)
         self._process = context.Process(target=_run, args=arguments, daemon=True)
         self._process.start()
 
@@ -97,7 +107,9 @@ def _run(
     folder: str,
     files: list[str],
     path: list[str],
+    executable: str,
     strict: bool,
+    holder: int | None,
 ) -> None:
     """Become the interpreter of a script, and end as it does."""
     # Nothing tells that this is a child: its own ones are started as anybody's.
@@ -106,25 +118,64 @@ def _run(
     this = multiprocessing.current_process()
     this.name = "MainProcess"
     this._config["daemon"] = False  # type: ignore[attr-defined]
+    sys.executable = executable
+    if holder is not None:
+        enter_host(holder)
     for stream, name in zip((1, 2), files, strict=True):
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, stream)
         os.close(file)
     os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(env)
-    sys.argv[:] = words
-    script = words[0]
-    sys.path[:] = [os.path.dirname(script), *path]
     if strict:
         warnings.simplefilter("error")
+    ctypes.pythonapi.Py_Exit(become(words, env, path))
+
+
+def enter_host(member: int) -> None:
+    """Enter the namespaces of a process, if they are others: a child goes on there. This process
+    passes signals on to it, ends as it does, and takes it along where it is killed."""
+    spaces = [f"/proc/{{}}/ns/{name}" for name in _enter.NAMESPACES]
+    if all(os.readlink(one.format(member)) == os.readlink(one.format("self")) for one in spaces):
+        return
+    here = os.getcwd()
+    _enter.enter(str(member))
+    os.chdir(here)  # entering a mount namespace moves to its root
+    pipe = os.pipe()
+    child = os.fork()
+    if not child:
+        _enter.prepare(*pipe)
+        return
+    for number in _enter.FORWARDED:
+        signal.signal(number, lambda number, _: os.kill(child, number))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code < 0:
+        if code != -signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def become(words: list[str], env: dict[str, str], path: list[str]) -> int:
+    """Run ``python WORDS``, which are [-u] FILE ... or [-u] -m MODULE ...; the code of its end."""
+    os.environ.clear()
+    os.environ.update(env)
+    if words[0] == "-u":
+        words = words[1:]
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    is_module = words[0] == "-m"
+    sys.argv[:] = words[is_module:]
+    script = sys.argv[0]
+    sys.path[:] = [os.getcwd() if is_module else os.path.dirname(script), *path]
     main = ModuleType("__main__")
     main.__file__ = script
     sys.modules["__main__"] = main
     sys.modules.pop("__mp_main__", None)
     code = 0
     try:
-        exec(compile(Path(script).read_text(), script, "exec"), vars(main))
+        if is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            exec(compile(Path(script).read_text(), script, "exec"), vars(main))
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
@@ -134,4 +185,4 @@ def _run(
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         code = 1
-    ctypes.pythonapi.Py_Exit(code)
+    return code

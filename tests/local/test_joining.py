@@ -156,7 +156,8 @@ def test_all_jobs_begin_with_the_model_that_their_script_loads() -> None:
 
 
 def restored_alone(port: int, model: nn.Module, state: dict[str, Any]) -> str:
-    local = {"steps": 2, "rendezvous": {"store": f"127.0.0.1:{port}", "at_least": 2}}
+    place = {"store": f"127.0.0.1:{port}", "at_least": 2, "timeout": 20}  # half of it in vain
+    local = {"steps": 2, "rendezvous": place}
     with slipstream.accelerate(model, still(model), None, {"local": local}) as session:
         session.restore(state)
         try:

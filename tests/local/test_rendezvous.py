@@ -222,7 +222,7 @@ with slipstream.accelerate(model, optimizer) as session:
 """
 
 
-def test_a_launch_of_islands_starts_another_one_where_one_fails(tmp_path: Path) -> None:
+def test_a_launch_of_islands_starts_another_one_where_one_fails(tmp_path: Path, forks: str) -> None:
     (tmp_path / "train.py").write_text(ISLAND)
     meeting = {"store": f"localhost:{free_port()}", "at_least": 2, "timeout": 60}
     (tmp_path / "local.yaml").write_text(f"local: {{steps: 4, rendezvous: {json.dumps(meeting)}}}")

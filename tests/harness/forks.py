@@ -1,0 +1,157 @@
+"""Interpreters that cost no imports, for commands that start others by ``sys.executable``.
+
+    def test_launches(forks):  # a fixture of tests/conftest.py
+        main(["launch", ...])  # the ranks that it starts are forks, and what these start
+
+A launcher costs 2 s of CPU and a rank that trains 4, most of it for imports. Here a small program
+takes the interpreter's place: it hands its arguments, variables, folder, streams and namespaces to
+a server that has imported all of it, whose fork goes on (see ``scripts``). The program passes
+signals on, and ends as the fork does; where it is killed, so is the fork. Only ``/proc`` tells them
+apart, and the end: modules are not taken down.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+from slipstream.testbed import _enter
+from tests.harness.scripts import Script, become, enter_host
+
+IMPORTED = (
+    "torch.distributed.run",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
+    "slipstream.cli.launch",
+    "slipstream.cli.doctor.measure",
+)
+PROGRAM = """#!{python} -IS
+import ctypes, json, os, signal, socket, sys
+
+words = sys.argv[1:]
+if words[:2] == ["-I", "-S"] and words[2:3] == [{rank!r}]:  # it does no more than this
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    os.dup2(1, 2)
+    words = ["-u", *words[3:]]
+elif words[:1] not in (["-u"], ["-m"]) and words[0][:1] == "-":
+    os.execv({python!r}, [{python!r}, *words])
+line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+line.connect({address!r})
+order = json.dumps({{"words": words, "env": dict(os.environ), "folder": os.getcwd()}})
+socket.send_fds(line, [order.encode()], [0, 1, 2])
+for number in {passed_on!r}:
+    if signal.getsignal(number) is not signal.SIG_IGN:
+        signal.signal(number, lambda number, _: line.send(bytes([number])))
+code = int(line.recv(16) or 70)
+if code < 0:
+    if code != -signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+
+
+@contextmanager
+def forking() -> Iterator[str]:
+    """The path of the program, as long as the server is there."""
+    from slipstream.cluster import _rank
+
+    with tempfile.TemporaryDirectory(prefix="forks-") as folder:
+        address, program = f"{folder}/line", Path(folder, "python")
+        passed_on = [int(number) for number in _enter.FORWARDED]
+        facts = {"python": sys.executable, "rank": _rank.__file__, "address": address}
+        program.write_text(PROGRAM.format(**facts, passed_on=passed_on))
+        program.chmod(0o755)
+        log = Path(folder, "log")
+        server = Script(Path(__file__), address, str(program), log=log)
+        try:
+            while not (log.exists() and "listens" in log.read_text()):
+                assert server.poll() is None, log.read_text()
+                select.select([], [], [], 0.005)
+            yield str(program)
+        finally:
+            server.kill()
+
+
+def serve(address: str, program: str) -> None:
+    """Fork for each program that asks, until this process is killed."""
+    for name in IMPORTED:
+        import_module(name)
+    gc.collect()
+    gc.freeze()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(address)
+    listener.listen(64)
+    print("listens", flush=True)
+    asking: dict[socket.socket, int] = {}
+    running: dict[int, tuple[int, socket.socket]] = {}  # by descriptor of the process
+    while True:
+        ready, _, _ = select.select([listener, *asking, *running], [], [])
+        for one in ready:
+            if one is listener:
+                line, _ = listener.accept()
+                order, streams, _, _ = socket.recv_fds(line, 2**20, 3)
+                if order:
+                    pid = os.fork()
+                    if not pid:
+                        for other in (listener, *asking):
+                            other.close()
+                        _go_on(order, streams, line, program)
+                    asking[line] = pid
+                    running[os.pidfd_open(pid)] = pid, line
+                else:
+                    line.close()
+                for stream in streams:
+                    os.close(stream)
+            elif isinstance(one, int):
+                pid, line = running.pop(one)
+                os.close(one)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                with suppress(OSError):
+                    line.send(str(code).encode())
+                asking.pop(line, None)
+                line.close()
+            elif one in asking:
+                number = one.recv(1)
+                os.kill(asking[one], number[0] if number else signal.SIGKILL)
+                if not number:
+                    del asking[one]
+
+
+def _go_on(order: bytes, streams: list[int], line: socket.socket, program: str) -> NoReturn:
+    """Be the interpreter that a program has asked for, in its namespaces."""
+    _enter.libc.prctl(_enter.PR_SET_PDEATHSIG, signal.SIGKILL)
+    credentials = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    line.close()
+    os.setsid()
+    enter_host(int.from_bytes(credentials[:4], sys.byteorder))
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    asked = json.loads(order)
+    os.chdir(asked["folder"])
+    sys.executable = program
+    code = become(asked["words"], asked["env"], sys.path[1:])
+    # Not as an interpreter ends, which takes all modules down for longer than a short run takes.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])
