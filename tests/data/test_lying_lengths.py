@@ -358,25 +358,6 @@ def test_a_pass_that_has_ended_with_an_error_does_not_end_quietly() -> None:
 # The seam to the session.
 
 
-def test_who_asks_for_a_batch_is_told_what_the_hook_says() -> None:
-    asked: list[int] = []
-    loader = UnevenInputLoader([1, 2], group=None)
-    loader.before_next = lambda: asked.append(1)
-    assert list(loader) == [1, 2]
-    assert len(asked) == 3
-
-    def refuse() -> None:
-        raise UsageError("not yet")
-
-    remaining = iter(loader)
-    assert next(remaining) == 1
-    loader.before_next = refuse
-    with pytest.raises(UsageError, match="not yet"):
-        next(remaining)
-    loader.before_next = None
-    assert list(remaining) == [2]
-
-
 def test_a_copy_of_the_sessions_loader_is_refused() -> None:
     loader = UnevenInputLoader([1], group=None)
     for make in (copy.copy, copy.deepcopy, pickle.dumps):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -456,24 +456,3 @@ def test_a_dummy_batch_uses_no_parameter(two: Ranks, strategy: dict[str, Any]) -
     for weights in two.run(rare_weights, PerRank(6, 2), strategy, timeout=40):
         assert len(set(weights)) == used, "decayed"
         assert len(set(weights[used - 1 :])) == 1
-
-
-def zipped(wrapped: Callable[[Any], Any]) -> list[Any]:
-    """Batches of a loader beside those of one that shuffles by the same random numbers."""
-    torch.manual_seed(0)
-    rows: Any = range(8)
-    other, loader = (DataLoader(rows, 2, shuffle=True) for _ in range(2))
-    pairs = zip(other, wrapped(loader), strict=True)
-    return [(one.tolist(), two.tolist()) for one, two in pairs] + [torch.rand(()).item()]
-
-
-def test_a_pass_is_drawn_when_a_loop_begins() -> None:
-    assert zipped(lambda loader: UnevenInputLoader(loader, group=None)) == zipped(iter)
-
-
-def test_a_pass_that_no_batch_was_asked_of_goes_on_where_a_state_says() -> None:
-    loader = UnevenInputLoader(range(5), group=None)
-    passed = iter(loader)
-    loader.go_to({"batches": 2, "ranks": 1})
-    assert [*passed] == [2, 3, 4]
-    assert [*loader] == [0, 1, 2, 3, 4]

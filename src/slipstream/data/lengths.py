@@ -39,7 +39,7 @@ def certain_length(loader: Any) -> int | None:
 def epoch_of(loader: Any) -> int | None:
     """The epoch to which a loader, its sampler or its dataset is set; None: none counts any.
 
-    Where several count, a script may tell the epoch to one alone: theirs are added up.
+    Where several count, a script may tell the epoch to one alone: it is the first that is above 0.
 
     Example:
         >>> epoch_of([1, 2]) is None
@@ -47,9 +47,9 @@ def epoch_of(loader: Any) -> int | None:
     """
     outer = getattr(loader, "batch_sampler", None)
     samplers = [getattr(loader, "sampler", None), outer, getattr(outer, "sampler", None)]
-    parts = {id(part): part for part in (loader, *samplers, getattr(loader, "dataset", None))}
-    epochs = [int(part.epoch) for part in parts.values() if counts_epochs(part)]
-    return sum(epochs) if epochs else None
+    parts = (*samplers, loader, getattr(loader, "dataset", None))
+    epochs = [int(part.epoch) for part in parts if counts_epochs(part)]
+    return next(filter(None, epochs), 0) if epochs else None
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:

@@ -68,9 +68,6 @@ class UnevenInputLoader(LoaderAround):
         explaining: turns an exchange that failed inside into an error that says why.
         rates: learning rates, which all ranks must have alike where a pass begins.
 
-    Attributes:
-        before_next: called whenever a batch is asked for; what it raises goes to who asks.
-
     Raises, while it is iterated, on every rank:
         ModelError: the loaders of some ranks are empty, those of others are not.
         MismatchError: ranks are at different batches, as one has left its loop early, or have other
@@ -81,7 +78,6 @@ class UnevenInputLoader(LoaderAround):
     Exactness: bitwise for ranks with equal lengths.
     """
 
-    _own = ("before_next",)
     _detached = False
 
     def __init__(
@@ -104,10 +100,9 @@ class UnevenInputLoader(LoaderAround):
         self._recorder, self._on_start, self._explaining = recorder, on_start, explaining
         self._rates = rates
         self._ranks = dist.get_world_size(group) if group is not None else 1
-        self._passes = self._moves = 0  # moves: to the place of a state
+        self._passes = 0
         self._agreement: Agreement | None = None
         self._broken: DataError | None = None
-        self.before_next: Callable[[], None] | None = None
         self._pass: ref[_Pass] | None = None  # weak: a pass left by ``break`` is over
         # what the next pass goes on with:
         self._skip = 0
@@ -204,7 +199,6 @@ class UnevenInputLoader(LoaderAround):
         else:
             return False
         self._pass = None  # until it is asked again
-        self._moves += 1
         return True
 
     @staticmethod
@@ -242,7 +236,7 @@ class UnevenInputLoader(LoaderAround):
         """Iterate without the other ranks from now on; a group ends with its last reference."""
         if self._agreement is not None:
             self._agreement.abandon()
-        self._group = self._recorder = self._on_start = self._agreement = self.before_next = None
+        self._group = self._recorder = self._on_start = self._agreement = None
         self._explaining, self._rates, self._detached = nullcontext, tuple, True
 
     def __len__(self) -> int:
@@ -256,20 +250,27 @@ class UnevenInputLoader(LoaderAround):
         )
 
     def __iter__(self) -> Iterator[Any]:
-        begun = _Pass(self)
-        begun.draw()  # at once, as the user's loader does: what is drawn next comes behind it
-        return begun
+        return _Pass(self)
 
-    def _drawn(self, begun: _Pass) -> Iterator[Any]:
-        """The batches of a pass, behind those that it skips."""
+    def _begin(self, begun: _Pass) -> tuple[Iterator[Any], Agreement | None]:
+        """Start a pass, behind the batches that it skips."""
+        if self._broken is not None:
+            raise self._broken
+        if self._agreement is not None:
+            self._agreement.settle()
+        if self._on_start is not None:
+            self._on_start()
         is_other = self._over is not None and self._over != epoch_of(self._loader)
         if is_other:
+            known = self._lives_on is not None
             self._begin_anew()
+            if known:  # those of the epoch before, which the state ends
+                self._lives_on = pass_random.seeds_once(self._loader)
         begun.epoch = epoch_of(self._loader)  # before iterating, at which a sampler may count
-        begun.goes_on, again = self._skip > 0, self._draw
+        goes_on, again = self._skip > 0, self._draw
         begun.drawn_with = pass_random.states(self._loader) if again is None else again
         begun.workers_live_on = lives_on = self._next_lives_on
-        if lives_on and not self._has_workers:
+        if lives_on and not self._has_workers and pass_random.seeds_once(self._loader):
             pass_random.begin_workers(self._loader)
         with pass_random.drawn_with(self._loader, begun.drawn_with, again=again is not None):
             if self._has_workers and not lives_on:
@@ -282,21 +283,12 @@ class UnevenInputLoader(LoaderAround):
                 batches = iter(self._loader)  # the state was of the end of the epoch before
         self._has_workers = pass_random.seeds_once(self._loader)
         self._begin_anew()
-        return batches
-
-    def _begun(self, goes_on: bool) -> Agreement | None:
-        """A pass is asked for its first batch."""
-        if self._broken is not None:
-            raise self._broken
-        if self._agreement is not None:
-            self._agreement.settle()
-        if self._on_start is not None:
-            self._on_start()
         if self._group is None:
-            return None
+            return batches, None
         self._passes += 1
         rank = dist.get_rank(self._group)
-        return Agreement(rank, self._ranks, self._passes, goes_on=goes_on, rates=self._rates())
+        rates = self._rates()
+        return batches, Agreement(rank, self._ranks, self._passes, goes_on=goes_on, rates=rates)
 
     def _begin_anew(self) -> None:
         """Let the next pass go on with nothing."""
@@ -312,15 +304,13 @@ class _Pass(Iterator[Any]):
         drawn_with: the random states with which it began.
         workers_live_on: whether workers of a pass before it read for it.
         epoch: to which its sampler was set; None: it counts none.
-        goes_on: whether it has skipped batches.
         steps: batches so far, dummy batches and skipped ones included; 0 once it is over.
         is_over: whether it gives no more batches.
     """
 
     def __init__(self, loader: UnevenInputLoader) -> None:
         self._loader = loader
-        self._batches: Iterator[Any] = iter(())
-        self._moves, self._is_asked = 0, False
+        self._batches: Iterator[Any] | None = None
         self._agreement: Agreement | None = None
         self._length: int | None = None
         self._following: Any = _NOT_READ  # kept where the agreement is interrupted
@@ -328,22 +318,18 @@ class _Pass(Iterator[Any]):
         self._given, self.is_over = 0, False
         self.steps = 0
         self.drawn_with: pass_random.RandomStates | None = None
-        self.workers_live_on = self.goes_on = False
+        self.workers_live_on = False
         self.epoch: int | None = None
         self._error = ""  # the last one, in words: it would hold what raised it
         self._errors = 0
 
     def __next__(self) -> Any:
         loader = self._loader
-        if loader.before_next is not None:
-            loader.before_next()
         if self.is_over:
             raise StopIteration
-        if not self._is_asked:
-            if self._moves != loader._moves:  # a state was restored since
-                self.draw()
-            self._agreement = loader._begun(self.goes_on)
-            self._length, self._is_asked = certain_length(loader._loader), True
+        if self._batches is None:
+            self._batches, self._agreement = loader._begin(self)
+            self._length = certain_length(loader._loader)
         else:  # whatever was restored meanwhile
             loader._begin_anew()
         loader._pass = ref(self)
@@ -368,11 +354,6 @@ class _Pass(Iterator[Any]):
             self._given += 1
         self.steps += 1
         return batch
-
-    def draw(self) -> None:
-        """Begin to iterate over the loader."""
-        self._moves = self._loader._moves
-        self._batches = self._loader._drawn(self)
 
     def skip(self, batches: Iterator[Any], count: int) -> None:
         """Drop the first ones, which a run before this one has used. What is raised between them it
@@ -456,6 +437,7 @@ class _Pass(Iterator[Any]):
 
     def _read(self) -> Any:
         """The loader's next batch, or _END; the wait for it is recorded."""
+        assert self._batches is not None
         recorder = self._loader._recorder
         start = 0.0
         reading: Mapping[str, int] = {}

@@ -177,7 +177,7 @@ class CachedDataset(Dataset[Any]):
         return getattr(self._dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
+        if name.startswith("_") or not hasattr(self._dataset, "__dict__"):  # a list takes none
             object.__setattr__(self, name, value)
         else:
             setattr(self._dataset, name, value)
