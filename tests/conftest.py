@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -31,16 +31,18 @@ def four() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
-def _forks() -> Iterator[str]:
-    with forking() as program:
-        yield program
+def _forks() -> Iterator[tuple[str, Callable[[], None]]]:
+    with forking() as server:
+        yield server
 
 
 @pytest.fixture
-def forks(_forks: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def forks(_forks: tuple[str, Callable[[], None]], monkeypatch: pytest.MonkeyPatch) -> str:
     """What takes the place of ``sys.executable``: commands start forks; see `harness.forks`."""
-    monkeypatch.setattr(sys, "executable", _forks)
-    return _forks
+    program, check = _forks
+    check()
+    monkeypatch.setattr(sys, "executable", program)
+    return program
 
 
 @pytest.fixture(autouse=True)

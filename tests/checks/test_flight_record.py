@@ -46,7 +46,7 @@ def read(*records: dict[str, Any]) -> tuple[RecordedCollective, ...]:
 
 
 def test_what_a_rank_has_begun_and_ended():
-    named = {"process_group": ["7", "undefined"], "pg_id": 7}
+    named, other = {"process_group": ["7", ""], "pg_id": 7}, {"process_group": ["8", "mesh_tp"]}
     found = read(
         record(
             entry(1),
@@ -57,6 +57,7 @@ def test_what_a_rank_has_begun_and_ended():
             completed=1,
         ),
         record(entry(5, "gather"), entry(1, "barrier", input_sizes=[], **named)),
+        record(entry(1, "barrier", input_sizes=[], **other), completed=-1),
         {"entries": [], "pg_status": {}, "comm_lib_version": ""},
     )
     assert {(one.group, one.number): (one.what, one.done) for one in found} == {
@@ -66,6 +67,7 @@ def test_what_a_rank_has_begun_and_ended():
         ("default_pg", 4): ("broadcast of 7 long in 2 tensors", False),
         ("default_pg", 5): ("gather", False),
         ("group 7", 1): ("barrier", False),
+        ("mesh_tp (group 8)", 1): ("barrier", False),
     }
     assert found[0].age == 20.0
 

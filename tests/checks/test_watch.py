@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from slipstream.checks import watched_host
 from slipstream.checks.autopsy import Autopsy
-from slipstream.checks.dumps import Dumps, collectives_seen
+from slipstream.checks.dumps import Dumps, records_collectives
 from slipstream.checks.processes import ranks_below, uses_device
 from slipstream.checks.watched_host import WatchedHost
 from slipstream.cli import main, watch as command
@@ -94,10 +94,12 @@ def test_a_run_that_hangs_ends_and_names_the_rank(tmp_path, launcher, words, bla
     assert autopsy.verdict in run.stderr
     assert f"(slipstream autopsy {tmp_path / 'autopsy'})" in run.stderr
     assert run.stderr.count("HangError") == 1
-    assert f"collectives are seen from {collectives_seen(torch.__version__)}" in run.stderr
+    tells = records_collectives(torch.__version__)
+    seen = "stacks and torch's flight recorder" if tells else "stacks alone"
+    assert f"collectives are seen from {seen}" in run.stderr
     assert left_of(tmp_path) == []
     if words == ["order"]:
-        given = "" if collectives_seen(torch.__version__) == "stacks alone" else " of 3 float"
+        given = " of 3 float" if tells else ""
         assert f"is in broadcast{given} (waits in faulty.py:" in autopsy.verdict
         assert f"rank 1 in all_reduce{given} (waits in faulty.py:" in autopsy.verdict
         assert all(bool(case.collectives) == bool(given) for case in autopsy.cases.values())

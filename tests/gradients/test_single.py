@@ -84,12 +84,21 @@ def test_there_is_no_layout_and_no_state() -> None:
 def test_a_dummy_batch_uses_no_parameter_by_gradients_of_zero() -> None:
     model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
     engine = engine_of(model)
-    engine.begin(exchange=False, scale=1.0, dummy=True)
-    (model[0](torch.ones(1, 2)) * torch.tensor([[0.0]]) + model[1].bias).sum().backward()
-    engine.end()
-    used = [name for name, p in model.named_parameters() if p.grad is not None]
-    assert used == ["1.bias"]
+
+    def used(exchange: bool, dummy: bool) -> list[str]:
+        engine.begin(exchange=exchange, scale=1.0, dummy=dummy)
+        (model[0](torch.ones(1, 2)) * torch.tensor([[0.0]]) + model[1].bias).sum().backward()
+        engine.end()
+        return [name for name, p in model.named_parameters() if p.grad is not None]
+
+    assert used(exchange=True, dummy=True) == ["1.bias"]
+    model.zero_grad()
+    assert used(exchange=False, dummy=True) == ["0.weight", "0.bias", "1.bias"], (
+        "until the exchange"
+    )
     engine.begin(exchange=True, scale=1.0)
-    (model[0](torch.ones(1, 2)) * torch.tensor([[0.0]])).sum().backward()
     engine.end()
-    assert model[0].bias.grad is not None, "of a batch that counts"
+    assert model[0].bias.grad is None
+    assert used(exchange=True, dummy=False) == ["0.weight", "0.bias", "1.bias"], (
+        "of one that counts"
+    )

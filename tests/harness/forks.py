@@ -6,8 +6,9 @@
 A launcher costs 2 s of CPU and a rank that trains 4, most of it for imports. Here a small program
 takes the interpreter's place: it hands its arguments, variables, folder, streams and namespaces to
 a server that has imported all of it, whose fork goes on (see ``scripts``). The program passes
-signals on, and ends as the fork does; where it is killed, so is the fork. Only ``/proc`` tells them
-apart, and the end: modules are not taken down.
+signals on, and ends as the fork does; where it is killed, so is the fork. A fork differs in
+``/proc``, in its end (modules are not taken down), and in what is read at an import: variables such
+as ``OMP_NUM_THREADS``, ``COLUMNS`` and ``PYTHON...`` are the server's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -65,8 +66,8 @@ os._exit(code)
 
 
 @contextmanager
-def forking() -> Iterator[str]:
-    """The path of the program, as long as the server is there."""
+def forking() -> Iterator[tuple[str, Callable[[], None]]]:
+    """The path of the program, as long as the server is there; and what sees that it is."""
     from slipstream.cluster import _rank
 
     with tempfile.TemporaryDirectory(prefix="forks-") as folder:
@@ -76,18 +77,23 @@ def forking() -> Iterator[str]:
         program.write_text(PROGRAM.format(**facts, passed_on=passed_on))
         program.chmod(0o755)
         log = Path(folder, "log")
-        server = Script(Path(__file__), address, str(program), log=log)
+        server = Script(Path(__file__), address, str(program), str(os.getpid()), log=log)
+
+        def check() -> None:
+            assert server.poll() is None, log.read_text()
+
         try:
             while not (log.exists() and "listens" in log.read_text()):
-                assert server.poll() is None, log.read_text()
+                check()
                 select.select([], [], [], 0.005)
-            yield str(program)
+            yield str(program), check
         finally:
             server.kill()
 
 
-def serve(address: str, program: str) -> None:
-    """Fork for each program that asks, until this process is killed."""
+def serve(address: str, program: str, owner: str) -> None:
+    """Fork for each program that asks, until this process, or its owner, is killed."""
+    tests = os.pidfd_open(int(owner))
     for name in IMPORTED:
         import_module(name)
     gc.collect()
@@ -99,7 +105,9 @@ def serve(address: str, program: str) -> None:
     asking: dict[socket.socket, int] = {}
     running: dict[int, tuple[int, socket.socket]] = {}  # by descriptor of the process
     while True:
-        ready, _, _ = select.select([listener, *asking, *running], [], [])
+        ready, _, _ = select.select([tests, listener, *asking, *running], [], [])
+        if tests in ready:
+            return  # forks die with this process
         for one in ready:
             if one is listener:
                 line, _ = listener.accept()
@@ -109,6 +117,7 @@ def serve(address: str, program: str) -> None:
                     if not pid:
                         for other in (listener, *asking):
                             other.close()
+                        os.close(tests)
                         _go_on(order, streams, line, program)
                     asking[line] = pid
                     running[os.pidfd_open(pid)] = pid, line
@@ -141,6 +150,7 @@ def _go_on(order: bytes, streams: list[int], line: socket.socket, program: str) 
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    sys.stdin = os.fdopen(0, closefd=False)
     asked = json.loads(order)
     os.chdir(asked["folder"])
     sys.executable = program

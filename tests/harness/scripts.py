@@ -19,6 +19,7 @@ reads before the script runs (``PYTHON...``), about what an import brings or war
 from __future__ import annotations
 
 import ctypes
+import io
 import multiprocessing
 import multiprocessing.process
 import os
@@ -27,8 +28,10 @@ import signal
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
+from typing import Any
 
 from slipstream.testbed import Node, Testbed, _enter
 from tests.harness.ranks import context, free_port
@@ -140,13 +143,20 @@ def enter_host(member: int) -> None:
     here = os.getcwd()
     _enter.enter(str(member))
     os.chdir(here)  # entering a mount namespace moves to its root
+    signal.pthread_sigmask(signal.SIG_BLOCK, _enter.FORWARDED)
     pipe = os.pipe()
     child = os.fork()
     if not child:
         _enter.prepare(*pipe)
         return
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(child, number)
+
     for number in _enter.FORWARDED:
-        signal.signal(number, lambda number, _: os.kill(child, number))
+        signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _enter.FORWARDED)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code < 0:
         if code != -signal.SIGKILL:
@@ -161,7 +171,11 @@ def become(words: list[str], env: dict[str, str], path: list[str]) -> int:
     os.environ.update(env)
     if words[0] == "-u":
         words = words[1:]
-        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        for name, number in (("stdout", 1), ("stderr", 2)):
+            was = getattr(sys, name)
+            raw: Any = io.FileIO(number, "wb", closefd=False)  # as by -u
+            own = io.TextIOWrapper(raw, was.encoding, was.errors, write_through=True)
+            setattr(sys, name, own)
     is_module = words[0] == "-m"
     sys.argv[:] = words[is_module:]
     script = sys.argv[0]

@@ -155,7 +155,10 @@ def test_a_script_that_ends_too_early_for_the_choices_is_told_how_long_they_take
 
     tuned = Short({BASE: 1.0}).tune()
     assert tuned.strategy == BASE
-    assert "ended before its 60 steps and those of a trace, some 80: the baseline" in tuned.verdict
+    assert (
+        "ended before the 60 steps that try them and those of a trace behind them: the b"
+        in tuned.verdict
+    )
 
 
 def test_what_is_named_stays_named() -> None:

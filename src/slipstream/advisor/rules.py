@@ -134,7 +134,7 @@ def even_ranks(stats: TraceStats) -> Finding | None:
 def _slow_rank(stats: TraceStats, worst: Straggler, evidence: str = "") -> Finding:
     phase = worst.phase.replace("_", " ")
     less = " If it stays slow, give it less to do: data.balance with speeds: measured."
-    less = "" if stats.fully_shard else less  # which refuses it
+    less = "" if stats.exchanges is None else less  # FSDP2 and ``local`` refuse it
     return Finding(
         stats.severity(worst.seconds),
         f"rank {worst.rank}, {phase}",
@@ -152,7 +152,8 @@ def _unexplained(stats: TraceStats, exchanges: Exchanges) -> int | None:
     if not exchanges.late:
         return None
     last = max(exchanges.late, key=lambda rank: exchanges.late[rank])
-    known = max((s.seconds for s in (*stats.stragglers, *stats.waiting_for_cores)), default=0.0)
+    slower = (*stats.stragglers, *stats.waiting_for_cores)
+    known = sum(one.seconds for one in slower if one.rank == last)
     least = max(SKEW * stats.iteration, stats.clock_error, 2 * known)
     return last if exchanges.late[last] > least else None
 
@@ -186,13 +187,18 @@ def look_outside(stats: TraceStats) -> Finding | None:
     other = stats.typical.spread("other")
     if other.mean <= OUTSIDE * stats.iteration:
         return None
+    batches = (
+        "batches that it reads by itself (give the loader to accelerate(), and the wait for it "
+    )
+    batches += "is recorded)"
+    if stats.fully_shard:
+        batches = "the wait for batches, which is not recorded here"
     return Finding(
         "warning",
         "script",
         f"Nothing that is recorded runs for {format_seconds(other.mean)}, "
         f"{stats.share(other.mean)}; {format_seconds(other.high)} on rank {other.slowest}.",
-        "See what the script does between the loader, backward() and step(): batches that it reads "
-        "by itself (give the loader to accelerate(), and the wait for it is recorded), copies, "
+        f"See what the script does between the loader, backward() and step(): {batches}, copies, "
         "clipping, metrics, logging, evaluation. Coding by a codec counts, too, and in short "
         "iterations what slipstream does for itself.",
     )

@@ -133,7 +133,9 @@ def trace_stats(trace: Trace, network: NetworkProfile | None = None) -> TraceSta
     settings = (meta.get("strategy") or {}).get("gradients") or {}
     fully_shard = meta.get("engine") == FULLY_SHARD
     exchanges = None if fully_shard else typical_exchanges(steps, sizes)
-    slow = stragglers(iterations, clock_error)
+    parallel = (meta.get("strategy") or {}).get("parallel") or {}
+    # stages of a pipeline differ
+    slow = () if parallel.get("pipeline") else stragglers(iterations, clock_error)
     waiting = tuple(one for one in slow if _waits_for_cores(one, meta))
     what_if, unpredicted = _predicted(trace, exchanges, network)
     return TraceStats(

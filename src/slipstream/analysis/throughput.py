@@ -17,7 +17,8 @@ from slipstream.trace.timeline import Iteration
 def samples_per_second(iterations: Sequence[Iteration]) -> float | None:
     """Sum over ranks of the median over iterations of samples / seconds.
 
-    None if no rank holds its number of samples in a step; a rank alone without one had no batch.
+    None if their number is unknown: of a rank that never holds it, or of a step that holds it on
+    no rank. Where some ranks do, the others had no batch in that step.
 
     Example:
         >>> from slipstream.trace.event import Event
@@ -27,9 +28,11 @@ def samples_per_second(iterations: Sequence[Iteration]) -> float | None:
         32.0
     """
     rates: dict[int, list[float]] = defaultdict(list)
-    counted = {iteration.step for iteration in iterations if iteration.samples}
+    steps = {iteration.step for iteration in iterations if iteration.samples}
+    ranks = {iteration.rank for iteration in iterations if iteration.samples}
     for iteration in iterations:
-        if iteration.step not in counted or not iteration.duration:
+        known = iteration.step in steps and iteration.rank in ranks
+        if not known or not iteration.duration:
             return None
         rates[iteration.rank].append(iteration.samples / iteration.duration)
     return sum(map(median, rates.values()))

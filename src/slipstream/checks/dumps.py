@@ -73,7 +73,7 @@ def register(folder):
     _signal.signal({number}, _signal.SIG_IGN)
     open_own()
     os.register_at_fork(after_in_child=open_own)
-    if any(name in os.environ for name in {rank_names!r}):
+    if {tells} and any(name in os.environ for name in {rank_names!r}):
         import _thread
 
         _thread.start_new_thread(tell_collectives, (folder,))
@@ -89,13 +89,20 @@ def tell_collectives(folder):
         return os.path.join(folder, "%s.%d" % (name, os.getpid()))
 
     try:
+        if os.path.exists(own("asked")):  # of a process that had this number
+            os.unlink(own("asked"))
         os.mkfifo(own("asked"))
         while True:
             with open(own("asked")) as pipe:  # waits until somebody opens it
                 pipe.read()
             c10d = sys.modules.get("torch._C._distributed_c10d")
             dump = getattr(c10d, "_dump_fr_trace_json", None)  # since torch 2.15
-            texts = [] if dump is None else [dump(backend=name).decode() for name in {backends!r}]
+            texts = []
+            for name in {backends!r} if dump else ():
+                try:
+                    texts.append(dump(backend=name).decode())
+                except RuntimeError:  # this torch does not have it
+                    pass
             with open(own("new"), "w") as file:
                 file.write("[" + ",".join(texts) + "]")
             os.rename(own("new"), own("record"))
@@ -201,15 +208,15 @@ def exchange_of(frames: Sequence[Frame]) -> str:
     return ""
 
 
-def collectives_seen(torch: str) -> str:
-    """Say from what collectives are seen in processes of a version of torch.
+def records_collectives(torch: str) -> bool:
+    """Whether a version of torch has a flight recorder for every backend.
 
     Example:
-        >>> collectives_seen("2.13.0+cpu"), collectives_seen("2.15.0")
-        ('stacks alone', "stacks and torch's flight recorder")
+        >>> records_collectives("2.13.0+cpu"), records_collectives("2.15.0")
+        (False, True)
     """
     major, minor = map(int, re.findall(r"\d+", torch)[:2])
-    return "stacks and torch's flight recorder" if (major, minor) >= (2, 15) else "stacks alone"
+    return (major, minor) >= (2, 15)
 
 
 class Dumps:
@@ -217,15 +224,17 @@ class Dumps:
 
     Args:
         folder: an empty one, whose path the processes see, too.
+        tells: whether their torch has a flight recorder to tell collectives from.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, tells: bool = False) -> None:
         self._folder = folder.resolve()
         text = SITECUSTOMIZE.format(
             number=int(SIGNAL),
             folder=str(self._folder),
             rank_names=_RANK_NAMES,
             backends=_BACKENDS,
+            tells=tells,
         )
         (self._folder / "sitecustomize.py").write_text(text)
 
@@ -283,7 +292,11 @@ class Dumps:
     def _ask(self, pid: int) -> bool:
         """Whether a thread of the process has been asked."""
         with suppress(OSError):  # it has none, or answers still
-            os.close(os.open(self._folder / f"asked.{pid}", os.O_WRONLY | os.O_NONBLOCK))
+            pipe = os.open(self._folder / f"asked.{pid}", os.O_WRONLY | os.O_NONBLOCK)
+            try:  # an answer that came late is whole by now, and the next one waits for the end
+                (self._folder / f"record.{pid}").unlink(missing_ok=True)
+            finally:
+                os.close(pipe)
             return True
         return False
 

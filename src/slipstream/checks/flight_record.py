@@ -18,7 +18,7 @@ LARGEST = 16 * 2**20
 """Bytes of a record: that of 2,000 collectives has one or two million."""
 
 _ALIKE = re.compile(r"_?(all_?reduce|reduce|broadcast|reduce_scatter|all_?gather)(_(base|single))?")
-"""Collectives to which each rank gives as many elements; all-gathers of NCCL take others, too."""
+"""Collectives to which each rank gives as many elements: uneven all-gathers have other names."""
 
 
 class RecordedCollective(FrozenModel):
@@ -95,9 +95,11 @@ def collectives_of(text: str, now: float) -> tuple[RecordedCollective, ...]:
 def _read(entry: _Entry, record: _Record, now: float) -> RecordedCollective:
     progress = record.pg_status.get(str(entry.pg_id), _Progress())
     over = entry.collective_seq_id <= progress.last_completed_collective
-    name, description = entry.process_group
+    name, described = entry.process_group
+    group = f"group {name}" if described in ("", "undefined") else f"{described} (group {name})"
     return RecordedCollective(
-        group=description if description not in ("", "undefined") else f"group {name}",
+        # several may have one description, as those of a mesh
+        group=described if described == "default_pg" else group,
         number=entry.collective_seq_id,
         what=entry.what,
         age=round(max(now - entry.time_created_ns / 1e9, 0.0), 1),

@@ -24,7 +24,7 @@ from typer import Argument, Option
 
 from slipstream.checks.autopsy import Autopsy
 from slipstream.checks.board import Board, NoteStore
-from slipstream.checks.dumps import Dumps, collectives_seen
+from slipstream.checks.dumps import Dumps, records_collectives
 from slipstream.checks.limits import EXIT_CODE, interval_of
 from slipstream.checks.processes import adopt_orphans, end_all, reap
 from slipstream.checks.rank_ends import RankEnds
@@ -88,11 +88,14 @@ def watch(
     board = _board(meet, hosts, host_rank)
     adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="slipstream-watch-") as scratch:
-        dumps = Dumps(Path(scratch))
+        installed = version("torch")
+        tells = records_collectives(installed)
+        dumps = Dumps(Path(scratch), tells=tells)
+        seen = "stacks and torch's flight recorder" if tells else "stacks alone"
         _say(
             f"a run that hangs ends after {timeout}; seen are the ranks' processes (computing, "
-            f"bytes, state) and the stacks of their Python. torch {version('torch')}: collectives "
-            f"are seen from {collectives_seen(version('torch'))}"
+            f"bytes, state) and the stacks of their Python. torch {installed}: collectives are "
+            f"seen from {seen}"
         )
         host = WatchedHost(os.getpid(), socket.gethostname(), dumps, interval_of(seconds))
         watching = Watch(host, seconds, board, hosts=hosts, host_rank=host_rank)

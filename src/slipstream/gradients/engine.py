@@ -158,6 +158,7 @@ class Engine(GradientEngine):
         self._failure: str | None = None
         self._observer: Observer | None = None  # until the first exchange
         self._untouched = Untouched(self._trainables)
+        self._dummies: set[int] = set()  # without gradient but by dummy batches, in this window
         self._unsettled = False  # whether codecs have learned from an exchange without an update
         self.overflowed = self.nonfinite = False
         self.step = 0
@@ -207,6 +208,8 @@ class Engine(GradientEngine):
         self._stamps = None
         if self._shards is not None:
             self._shards.begin()
+        if exchange:
+            self._drop_unused(self._dummies)
         if dummy:
             each = enumerate(self._trainables)
             backward.unused = frozenset(i for i, t in each if t.parameter.grad is None)
@@ -247,15 +250,22 @@ class Engine(GradientEngine):
         assert backward is not None
         if backward.observer:
             self._observer = backward.observer
-        if not backward.fills:
-            for index in backward.unused:
-                if is_unused(parameter := self._trainables[index].parameter):
-                    parameter.grad = None
+        if not backward.exchange:
+            self._dummies |= backward.unused
+        elif backward.unused:
+            come = backward.due if backward.fills else [1] * len(self._trainables)
+            self._drop_unused({index for index in backward.unused if come[index] > 0})
         if backward.exchange:
             self._exchange(backward)
         else:
             self._untouched.note_sums()
         self._backward = None
+
+    def _drop_unused(self, indices: set[int]) -> None:
+        """Take gradients of zero away that only dummy batches have left."""
+        for index in indices:
+            if is_unused(parameter := self._trainables[index].parameter):
+                parameter.grad = None
 
     def check_averages(self) -> None:
         """Refuse to update with gradients that were changed, where a codec has added momentum."""
@@ -308,6 +318,7 @@ class Engine(GradientEngine):
             self._codecs.settle(used and not self.overflowed)
         self._unsettled = self._averaged = self._undone = False
         self._mixed = None
+        self._dummies.clear()
         self._untouched.forget()
         if late:
             self._buffers.forget()

@@ -63,7 +63,8 @@ def backward_repeated() -> UsageError:
     return UsageError(
         "backward() was called twice before step(), and gradients.codec has sent the first "
         "gradients already; call step() after every backward() and let gradients.accumulate add "
-        "them up, or use `with session.no_sync():` around the first one"
+        "them up, or use `with session.no_sync():` around the first one; where that was for "
+        "another optimizer, which makes no step now, call its zero_grad() before the second"
     )
 
 

@@ -49,7 +49,7 @@ class SingleReplicaEngine(GradientEngine):
         self._exchange = False
         self._scale = self._loss_scale = 1.0
         self._applied = 1.0  # what gradients were multiplied with already
-        self._unused: Sequence[nn.Parameter] = ()  # before a dummy batch
+        self._unused: list[nn.Parameter] = []  # but by dummy batches, in this window
 
     def begin(
         self, *, exchange: bool, scale: float, loss_scale: float = 1.0, dummy: bool = False
@@ -61,12 +61,14 @@ class SingleReplicaEngine(GradientEngine):
         self._applied = 1.0
         self._exchange, self._scale, self._loss_scale = exchange, scale, loss_scale
         self.nonfinite = False
-        self._unused = [p for p in self._parameters if p.grad is None] if dummy else []
+        if exchange:
+            self._drop_unused()
+        if dummy:
+            self._unused += [p for p in self._parameters if p.grad is None]
 
     def end(self) -> None:
-        for parameter in filter(is_unused, self._unused):
-            parameter.grad = None
         if self._exchange:
+            self._drop_unused()
             self._multiply(self._scale)
             self._applied = self._scale
             if self._looks and self._loss_scale == 1.0:
@@ -77,8 +79,15 @@ class SingleReplicaEngine(GradientEngine):
         name = first_nonfinite(zip(self._names, gradients, strict=True))
         return bool(name), name
 
+    def _drop_unused(self) -> None:
+        """Take gradients of zero away that only dummy batches have left."""
+        for parameter in filter(is_unused, self._unused):
+            parameter.grad = None
+        self._unused.clear()
+
     def updated(self, step: int, *, used: bool = True, late: bool = False) -> None:
         self._applied = 1.0
+        self._unused.clear()
 
     def _multiply(self, factor: float) -> None:
         if factor != 1.0:

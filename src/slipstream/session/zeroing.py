@@ -21,8 +21,8 @@ class Zeroing:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
-        self._left: tuple[nn.Parameter, torch.Tensor, int] | None = None  # one of the last pass
-        self._of_another = False  # whether that is no parameter of this optimizer
+        self._left: list[tuple[nn.Parameter, torch.Tensor, int]] = []  # by the last pass
+        self._of_another = False  # whether these are no parameters of this optimizer
         self._in_window = False  # whether it is a sum that an open window needs
 
     @property
@@ -34,12 +34,15 @@ class Zeroing:
     def done_since(self) -> bool:
         """Whether all are zero or gone, and not as the last pass has left them: gradients may be
         zero by themselves."""
-        if self._left is None:
+        if not self._left:
             return self.done
-        parameter, before, version = self._left
-        now = parameter.grad
-        touched = now is not before or now._version != version
-        return (touched or isinstance(now, ShardedGradient)) and self.done
+        touched = any(
+            p.grad is not before
+            or before._version != version
+            or isinstance(before, ShardedGradient)
+            for p, before, version in self._left
+        )
+        return touched and self.done
 
     def name_of_left(self) -> str:
         """Name a parameter whose gradient is there."""
@@ -50,20 +53,17 @@ class Zeroing:
     def note(self, *, in_window: bool) -> None:
         """Remember a gradient that a pass has left by its version: values would wait for a GPU.
         ``in_window``: an update that is still open needs it. Where a pass has left none to this
-        optimizer, one of another's parameters tells."""
-        left = next((p for p in self._held() if p.grad is not None), None)
-        self._of_another = left is None
-        if left is None:
-            left = next((p for p in self._model.parameters() if p.grad is not None), None)
-        self._left = None
-        if left is not None and left.grad is not None:
-            self._left = left, left.grad, left.grad._version
+        optimizer, those of other parameters tell, of which it may have left some alone."""
+        left = [p for p in self._held() if p.grad is not None][:1]
+        self._of_another = not left
+        left = left or [p for p in self._model.parameters() if p.requires_grad]
+        self._left = [(p, p.grad, p.grad._version) for p in left if p.grad is not None]
         self._in_window = in_window
 
     def used_by_another(self) -> None:
         """Let gradients stay that another optimizer has used: its script zeroes them later."""
         if self._of_another:
-            self._left = None
+            self._left = []
 
     def _held(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that a backward pass adds to: of one that was frozen on the way the
@@ -73,7 +73,7 @@ class Zeroing:
 
     def forget(self) -> None:
         """Hold no gradient any more: the update is done."""
-        self._left, self._in_window = None, False
+        self._left, self._in_window = [], False
 
     def check_sum(self, window: str) -> None:
         """Refuse a window whose gradients the script has zeroed; ``window``: in words.
@@ -82,7 +82,7 @@ class Zeroing:
             UsageError: they are zeroed.
         """
         in_window, self._in_window = self._in_window, False
-        if in_window and self._left is not None and self.done_since:
+        if in_window and self._left and self.done_since:
             raise messages.sums_zeroed(window)
 
 

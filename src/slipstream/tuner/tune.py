@@ -66,7 +66,7 @@ PATIENCE = 60.0  # seconds that the first run gets at least, if the budget allow
 ENDED = {
     "failed": "failed",
     "hanging": "took too long",
-    "no trace": f"ended before its {UPDATES} steps and those of a trace, some 80",
+    "no trace": f"ended before the {UPDATES} steps that try them and those of a trace behind them",
 }
 """What became of a run, in words, by the status of its failure."""
 KEPT_BACK = "the rest of the budget is for the comparison with the baseline"

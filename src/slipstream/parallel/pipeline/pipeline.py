@@ -258,7 +258,7 @@ class Pipeline:
         self._signature = signature
 
     def _infer_sent(self, loss_fn: LossFn, batch: MicroBatch) -> list[torch.Tensor]:
-        """The meta tensor like the one that each stage sends; of the last stage, the loss."""
+        """Infer a meta tensor like what each stage sends; of the last one, like the loss."""
         outputs = sequential_forward(self._stages, batch, loss_fn, self._group)
         self._batch = CurrentBatch(outputs.returned)
         self._loss_dtype = outputs.sent[-1].dtype

@@ -30,9 +30,10 @@ def placeholder(like: TensorSpec | torch.Tensor) -> torch.Tensor:
     return torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)
 
 
-def has_nan(value: Any) -> bool:
-    """Whether a floating-point tensor in ``value`` holds a NaN."""
-    return any(bool(x.isnan().any()) for x in tensors(value) if x.is_floating_point())
+def has_nan(value: Any, *, everywhere: bool = False) -> bool:
+    """Whether a floating-point tensor in ``value`` holds a NaN, or nothing else."""
+    found = (x.isnan() for x in tensors(value) if x.is_floating_point() and x.numel())
+    return any(bool(one.all() if everywhere else one.any()) for one in found)
 
 
 class _OverriddenModule(nn.Module):

@@ -175,7 +175,7 @@ class StageParameters:
                     parameter.grad = None
 
     def _local_state(self) -> dict[str, Any]:
-        """The state with undetached parameters: those of other ranks have no values to detach."""
+        """The state with the parameters themselves: others' have no values to detach."""
         return dict(self._model.state_dict(keep_vars=True))
 
     def _from_owner(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -121,7 +121,9 @@ class Stages:
         run = _Run(stage, received, stage == 0, recorded=recorded)
         result = self._forward(run, batch, returned)
         taken = received if stage > 0 else [batch.args, batch.kwargs]
-        if has_nan(result) and not has_nan(taken):
+        # rows that a mask leaves out may be NaN by themselves, and never come into the loss
+        found = has_nan(result) if stage > 0 else has_nan(result, everywhere=True)
+        if found and not has_nan(taken):
             paths = self.split_points.paths
             behind = f"a parameter of a module behind {paths[stage]!r}" if paths[stage:] else ""
             before = f"a value (or a parameter) from before {paths[stage - 1]!r} is used after it"

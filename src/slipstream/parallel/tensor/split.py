@@ -122,7 +122,7 @@ class SplitLayers:
         )
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Do as ``torch.nn.utils.clip_grad_norm_``, by the norm of the whole model's gradients.
+        """Clip as ``torch.nn.utils.clip_grad_norm_`` does, by the norm of the whole model's.
 
         Returns:
             The norm before clipping, the same on every rank. Collective.
