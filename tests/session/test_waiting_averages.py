@@ -207,3 +207,30 @@ def test_several_losses_of_another_optimizer_alone_are_one_update(two: Ranks) ->
     for _, skipped, words in two.run(several_losses_of_another, "int8"):
         assert skipped == 0
         assert "backward() was called twice before step()" in words
+
+
+def step_of_another_left_out() -> tuple[int, int]:
+    """A scaler of its own has skipped the step of another optimizer, which zeroes later."""
+    rank, model, plainly = dist.get_rank(), model_of(), model_of()
+    mine, other = (SGD(model.get_submodule(name).parameters(), lr=0.1) for name in "20")
+    reference = SGD(plainly.get_submodule("2").parameters(), lr=0.1)
+    layer, last, expected = (
+        m.get_submodule(n) for m, n in [(model, "0"), (model, "2"), (plainly, "2")]
+    )
+    with slipstream.accelerate(model, mine) as session:
+        for batch in batches():
+            other.zero_grad()
+            session.backward(2048 * layer(batch[rank]).square().mean(), loss_scale=2048.0)
+            hidden = layer(batch).tanh().detach()
+            session.backward(1024 * last(hidden[rank]).square().mean(), loss_scale=1024.0)
+            session.step()
+            expected(hidden).square().mean().backward()
+            reference.step()
+            reference.zero_grad()
+        counts = session.updates, session.skipped
+    assert_equal(model, [p.detach() for p in plainly.parameters()])
+    return counts
+
+
+def test_a_step_of_another_optimizer_may_be_left_out(two: Ranks) -> None:
+    assert two.run(step_of_another_left_out) == [(4, 4)] * 2
