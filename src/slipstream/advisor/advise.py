@@ -48,9 +48,9 @@ def advise(trace: Trace, network: NetworkProfile | None = None) -> list[Finding]
 
     Example:
         >>> from slipstream.trace.event import Event
-        >>> trace = Trace((Event("iteration", 0, 2, 0.0, 0.5), Event("data_wait", 0, 2, 0.0, 0.3)))
+        >>> trace = Trace((Event("iteration", 0, 2, 0.0, 0.5), Event("data_wait", 0, 2, 0.0, 0.48)))
         >>> [(finding.severity, finding.where, finding.gain) for finding in advise(trace)]
-        [('problem', 'data', 0.3)]
+        [('problem', 'data', 0.48)]
     """
     stats = trace_stats(trace, network)
     findings = [finding for rule in RULES if (finding := rule(stats)) is not None]
