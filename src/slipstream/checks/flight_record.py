@@ -14,6 +14,7 @@ from slipstream.strategy.setting import FrozenModel
 KEPT = 16
 """Collectives of a process that are kept, the last ones; more where more are under way."""
 MOST = 64
+"""Of those under way, beside the last ones."""
 LARGEST = 16 * 2**20
 """Bytes of a record: that of 2,000 collectives has one or two million."""
 

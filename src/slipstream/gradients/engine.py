@@ -39,7 +39,7 @@ from slipstream.gradients.compressed import (
     NamedState,
 )
 from slipstream.gradients.finite import first_nonfinite
-from slipstream.gradients.interface import GradientEngine, is_unused
+from slipstream.gradients.interface import GradientEngine, drop_unused, is_unused
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.gradients.messages import (
     backward_repeated,
@@ -208,8 +208,9 @@ class Engine(GradientEngine):
         self._stamps = None
         if self._shards is not None:
             self._shards.begin()
-        if exchange:
-            self._drop_unused(self._dummies)
+        if exchange or not dummy:
+            drop_unused(self._trainables[i].parameter for i in self._dummies)
+            self._dummies.clear()
         if dummy:
             each = enumerate(self._trainables)
             backward.unused = frozenset(i for i, t in each if t.parameter.grad is None)
@@ -253,19 +254,13 @@ class Engine(GradientEngine):
         if not backward.exchange:
             self._dummies |= backward.unused
         elif backward.unused:
-            come = backward.due if backward.fills else [1] * len(self._trainables)
-            self._drop_unused({index for index in backward.unused if come[index] > 0})
+            late = (i for i in backward.unused if not backward.fills or backward.due[i] > 0)
+            drop_unused(self._trainables[i].parameter for i in late)
         if backward.exchange:
             self._exchange(backward)
         else:
             self._untouched.note_sums()
         self._backward = None
-
-    def _drop_unused(self, indices: set[int]) -> None:
-        """Take gradients of zero away that only dummy batches have left."""
-        for index in indices:
-            if is_unused(parameter := self._trainables[index].parameter):
-                parameter.grad = None
 
     def check_averages(self) -> None:
         """Refuse to update with gradients that were changed, where a codec has added momentum."""

@@ -24,6 +24,12 @@ def is_unused(parameter: torch.Tensor) -> bool:
     return not (gradient._values() if gradient.is_sparse else gradient).any()
 
 
+def drop_unused(parameters: Iterable[torch.Tensor]) -> None:
+    """Take away gradients of zero that dummy batches alone have left."""
+    for parameter in filter(is_unused, parameters):
+        parameter.grad = None
+
+
 class GradientEngine:
     """Turns gradients of a backward pass into averages over ranks.
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from slipstream.gradients.finite import all_finite, first_nonfinite
-from slipstream.gradients.interface import GradientEngine, is_unused
+from slipstream.gradients.interface import GradientEngine, drop_unused
 from slipstream.gradients.messages import unfrozen
 from slipstream.gradients.segments import NamedParameter
 from slipstream.strategy import SplitConfig
@@ -61,7 +61,7 @@ class SingleReplicaEngine(GradientEngine):
         self._applied = 1.0
         self._exchange, self._scale, self._loss_scale = exchange, scale, loss_scale
         self.nonfinite = False
-        if exchange:
+        if exchange or not dummy:
             self._drop_unused()
         if dummy:
             self._unused += [p for p in self._parameters if p.grad is None]
@@ -80,9 +80,7 @@ class SingleReplicaEngine(GradientEngine):
         return bool(name), name
 
     def _drop_unused(self) -> None:
-        """Take gradients of zero away that only dummy batches have left."""
-        for parameter in filter(is_unused, self._unused):
-            parameter.grad = None
+        drop_unused(self._unused)
         self._unused.clear()
 
     def updated(self, step: int, *, used: bool = True, late: bool = False) -> None:

@@ -215,10 +215,8 @@ class TrainingLoop:
             self._clear()
         elif self._dropped:  # those that the script has zeroed since begin anew
             self._dropped = {p for p in self._dropped if not is_zero(p)}
-        if (
-            1.0 != given != self.window.loss_scale
-        ):  # a scaler has skipped a step of another optimizer
-            self._zeroing.used_by_another()
+        if given not in (1.0, self.window.loss_scale):
+            self._zeroing.used_by_another()  # or its scaler has skipped the step
         self.settle(in_forward=True)
         self._zeroing.check_sum(self._window)
         self.whole.check_gradients()
