@@ -72,7 +72,10 @@ def sharded_gain(every: Results) -> str:
     }
     three = [speed for model in MODELS[:3] for speed in speeds[model]]
     bert = _to(speeds["bert"])
-    return f"{_to(three)} on three models of four, {bert} on a BERT that is mostly one embedding"
+    return (
+        f"{_to(three)} times as fast on ResNet-50, VGG-16 and Swin-T, {bert} on a BERT that is "
+        "mostly one embedding"
+    )
 
 
 def busy_cores(every: Results) -> str:
@@ -263,9 +266,9 @@ def local_gain(every: Results) -> str:
     tasks = {"ResNet": "local-resnet", "GPT-2": "local-causal-100mbit", "BERT": "local-masked"}
     gaps = [f"{_row(every[key], name=setting)['gap']:+.1%} ({n})" for n, key in tasks.items()]
     return (
-        f"{slow:.0f} at 300 Mbit/s, {slower:.0f} at 100 Mbit/s, {far:.0f} on a long line that "
-        "loses packets, where an update computes for some 0.2 s; held-out loss after 800 updates "
-        f"{', '.join(gaps)}"
+        f"{slow:.0f} times as fast at 300 Mbit/s, {slower:.0f} times at 100 Mbit/s, {far:.0f} "
+        "times on a long line that loses packets, if an update computes for some 0.2 s. Held-out "
+        f"loss after as many updates (800), beside DDP's, less is better: {', '.join(gaps)}"
     )
 
 

@@ -14,10 +14,12 @@ from slipstream.planner.iteration.plan import CommPlan
 from slipstream.planner.iteration.simulate import predict
 from slipstream.strategy import (
     ByBytesConfig,
+    ByIndexConfig,
     DirectConfig,
     FlatConfig,
     HierarchicalConfig,
     OptimalConfig,
+    ShardedConfig,
     SharedMemoryConfig,
     SingleConfig,
     Strategy,
@@ -25,7 +27,7 @@ from slipstream.strategy import (
 )
 from slipstream.trace import Trace
 from slipstream.transport.place import Place
-from slipstream.tuner.predicted_choices import predict_choices, promising
+from slipstream.tuner.predicted_choices import THIRD, predict_choices, promising
 from slipstream.tuner.search_space import Choice, SearchSpace, fastest
 from slipstream.tuner.turns import MOST, SETTLING, TURNS
 from tests.planner.networks import linear_profile
@@ -152,6 +154,21 @@ def test_the_best_of_each_transport_is_measured() -> None:
     ]
     assert promising(predicted) == (flat[0], flat[1], flat[2], direct[1])
     assert promising(predicted[:1]) == (flat[0],)
+
+
+def test_a_plain_third_is_measured_beside_the_computed_parts() -> None:
+    flat = [Choice(FlatConfig(), ByBytesConfig(megabytes=size)) for size in (8, 1)]
+    cuts = ByIndexConfig.of_cuts((1, 2))
+    whole, part = (Choice(ShardedConfig(replicated=r), cuts) for r in (0.0, 0.25))
+    predicted = [(flat[0], 9.0), (flat[1], 8.0), (whole, 5.0), (part, 4.0), (THIRD, 6.0)]
+    assert promising(predicted) == (flat[0], part, whole, THIRD)
+
+
+def test_a_plain_third_is_predicted_with_sharded() -> None:
+    network = with_direct(linear_profile())
+    forecast = Forecast(Trace(()), Strategy(), workload(), network, network, network)
+    predicted = dict(predict_choices(forecast, (FlatConfig(), ShardedConfig()), (True,)))
+    assert predicted[THIRD] == forecast.seconds(Strategy().with_gradients(**THIRD._asdict()))
 
 
 def test_what_is_computed_is_predicted_for_every_transport_and_without_overlap() -> None:

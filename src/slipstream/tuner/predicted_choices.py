@@ -22,6 +22,10 @@ from slipstream.tuner.turns import MOST
 NEARBY = (ByBytesConfig(megabytes=2), ByBytesConfig(megabytes=8), ByBytesConfig(megabytes=16))
 """Predicted besides the computed split: the cost of one more segment is the least certain part."""
 
+THIRD = Choice(ShardedConfig(replicated=0.33), ByBytesConfig(megabytes=16))
+"""``sharded`` with nothing computed: on slow links often the best, by up to a tenth, where a
+prediction puts computed segments a little ahead of it."""
+
 
 def predict_choices(
     forecast: Forecast, transports: Sequence[TransportConfig], overlap: Sequence[bool]
@@ -59,12 +63,13 @@ def predict_choices(
 
 
 def _sharded_ways(forecast: Forecast) -> Iterator[tuple[Choice, float]]:
-    """``sharded`` by default, and with the splits and the replicated part that are best."""
+    """``sharded`` by default, with the best splits and the best replicated part, and `THIRD`."""
     own, best = forecast.best_sharded(REPLICATED[:1])
     *_, replicated = forecast.best_sharded(REPLICATED[1:])
     for strategy in (own, best, replicated):
         config = strategy.gradients
         yield Choice(config.transport, config.split), forecast.seconds(strategy)
+    yield THIRD, forecast.seconds(forecast.base.with_gradients(**THIRD._asdict()))
 
 
 def _ways(
@@ -79,8 +84,9 @@ def promising(predicted: Sequence[tuple[Choice, float]]) -> tuple[Choice, ...]:
     """The choices to measure of those predicted: the first of all, then by rising seconds.
 
     Among them are the best of all, and the best one of every transport beside backward (of
-    ``sharded`` with and without a replicated part), as many as fit into `MOST`, by prediction: what
-    one transport costs against another is less certain than what a split costs against another.
+    ``sharded`` with and without a replicated part, and `THIRD`), as many as fit into `MOST`, by
+    prediction: what one transport costs against another is less certain than what a split costs
+    against another.
 
     Example:
         >>> from slipstream.strategy import DirectConfig, FlatConfig, SingleConfig
@@ -98,6 +104,7 @@ def promising(predicted: Sequence[tuple[Choice, float]]) -> tuple[Choice, ...]:
     return tuple(c for c in ranked if c in chosen)
 
 
-def _way(choice: Choice) -> tuple[str, bool]:
+def _way(choice: Choice) -> tuple[str, bool, bool]:
     transport = choice.transport
-    return transport.kind, isinstance(transport, ShardedConfig) and transport.replicated > 0
+    replicated = isinstance(transport, ShardedConfig) and transport.replicated > 0
+    return transport.kind, replicated, choice == THIRD
