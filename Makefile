@@ -4,7 +4,7 @@
 PYTHON ?= python3
 TORCH ?=
 MINIMUM ?=
-WORKERS ?= 3
+WORKERS ?= 4
 OTHER_PYTHON := $(if $(filter-out python3,$(PYTHON)),$(shell $(PYTHON) -c 'import sys; print("-python%d.%d" % sys.version_info[:2])'))
 VENV := .venv$(OTHER_PYTHON)$(if $(TORCH),-torch-$(TORCH))$(if $(MINIMUM),-minimum)
 BIN := $(VENV)/bin

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from slipstream.testbed import Testbed, unavailable
+from tests.harness.scripts import said_on_hosts
 
 _reason = unavailable()
 pytestmark = pytest.mark.skipif(_reason is not None, reason=str(_reason))
-ROOT = Path(__file__).parents[2]
 
 HOST = """
 import json, os, torch, torch.distributed as dist
@@ -61,26 +58,9 @@ dist.destroy_process_group()
 """
 
 
-def test_the_reduce_scatter_sends_half_of_torchs_own() -> None:
+def test_the_reduce_scatter_sends_half_of_torchs_own(tmp_path: Path) -> None:
     with Testbed(nodes=2, rate="1gbit") as bed:
-        processes = [
-            bed.popen(
-                node,
-                [sys.executable, "-c", HOST],
-                {
-                    "MASTER_ADDR": bed.nodes[0].name,
-                    "MASTER_PORT": "29500",
-                    "RANK": str(rank),
-                    "WORLD_SIZE": "2",
-                    "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path]),
-                },
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank, node in enumerate(bed.nodes)
-        ]
-        said = [process.communicate(timeout=150)[0] for process in processes]
-        assert [process.returncode for process in processes] == [0, 0]
+        said = said_on_hosts(bed, HOST, tmp_path, [], [])
     gradients = 4 * (2 * 512 * 1024)
     for text in said:
         torchs, dense, int8, gathers = json.loads(text)

@@ -269,7 +269,7 @@ def epochs_seen(
                 found.append((epoch, batch.tolist()))
                 session.backward(session.model(words(session.updates)).square().mean())
                 session.step()
-                saved.step(session, every=1)
+                saved.step(session, every=stop)
                 if session.updates == stop:
                     return found
                 if limit < 5 and session.updates == (epoch + 1) * limit:

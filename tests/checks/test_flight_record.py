@@ -78,7 +78,7 @@ def test_the_last_ones_are_kept_and_those_under_way():
     assert str(found[0]) == ("1 of default_pg: all_reduce of 8 float, begun 20.0 s ago, under way")
 
 
-@given(st.recursive(st.none() | st.text() | st.floats() | st.integers(), st.lists))
+@given(st.recursive(st.none() | st.text() | st.floats() | st.integers(), st.lists, max_leaves=9))
 def test_what_is_no_record_has_no_collectives(value: Any):
     assert collectives_of(json.dumps(value), NOW) == ()
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +16,7 @@ from slipstream.testbed import Testbed, unavailable
 from slipstream.transport.flat import FlatTransport
 from slipstream.transport.requests import sent_bytes
 from tests.gradients.codecs import session_of, step_of, wide
+from tests.harness.scripts import said_on_hosts
 
 CODECS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "int8": ({"kind": "int8"}, (0,)),
@@ -150,31 +147,15 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def on_hosts() -> dict[str, list[list[tuple[int, int]]]]:
+def on_hosts(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, list[list[tuple[int, int]]]]:
     """Bytes that are told and bytes on the link of each codec, by update and rank."""
     names = ["onebit", "dgc"]
+    words = [json.dumps([CODECS[name][0] for name in names])]
     with Testbed(nodes=3, rate="1gbit") as bed:
-        processes = [
-            bed.popen(
-                node,
-                [sys.executable, "-c", RANK, json.dumps([CODECS[name][0] for name in names])],
-                {
-                    "RANK": str(rank),
-                    "WORLD_SIZE": "3",
-                    "MASTER_ADDR": bed.nodes[0].address,
-                    "MASTER_PORT": "29500",
-                    "PYTHONPATH": os.pathsep.join(
-                        [str(Path(__file__).parents[2] / "src"), *sys.path]
-                    ),
-                },
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank, node in enumerate(bed.nodes)
-        ]
-        said = [json.loads(process.communicate(timeout=150)[0]) for process in processes]
-        assert [process.returncode for process in processes] == [0] * 3
-    by_codec = zip(*said, strict=True)
+        said = said_on_hosts(bed, RANK, tmp_path_factory.mktemp("hosts"), words, words, words)
+    by_codec = zip(*map(json.loads, said), strict=True)
     return {
         name: [list(step) for step in zip(*ranks, strict=True)]
         for name, ranks in zip(names, by_codec, strict=True)

@@ -27,7 +27,7 @@ import runpy
 import signal
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -102,6 +102,31 @@ def torchrun(size: int) -> list[dict[str, str]]:
     common = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": "lo"}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+
+
+def said_on_hosts(bed: Testbed, text: str, folder: Path, *words: Sequence[str]) -> list[str]:
+    """The output of a script that runs on each host of a testbed, and must end well on all.
+
+    ``words``: its arguments by host. torch finds a rank on each host.
+    """
+    (path := folder / "on_hosts.py").write_text(text)
+    common = {"WORLD_SIZE": str(len(bed.nodes)), "MASTER_ADDR": bed.nodes[0].name}
+    logs = [folder / node.name for node in bed.nodes]
+    errors = [folder / f"{node.name}.errors" for node in bed.nodes]
+    scripts = [
+        Script(
+            path,
+            *own,
+            log=log,
+            errors=error,
+            env={**common, "MASTER_PORT": "29500", "RANK": str(node.index)},
+            host=(bed, node),
+        )
+        for node, own, log, error in zip(bed.nodes, words, logs, errors, strict=True)
+    ]
+    codes = [script.wait(150) for script in scripts]
+    assert codes == [0] * len(codes), [error.read_text() for error in errors]
+    return [log.read_text() for log in logs]
 
 
 def _run(

@@ -22,7 +22,7 @@ def instances(draw):
     return draw(numbers), draw(numbers), cost, tolerance
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=200)
 @given(instances())
 def test_no_cuts_let_forward_end_earlier_or_as_early_with_fewer_segments(instance) -> None:
     forward, sizes, cost, tolerance = instance

@@ -84,7 +84,7 @@ def instances(draw):
     return ready, sizes, cost, draw(st.lists(st.integers(1, count), max_size=2))
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=200)
 @given(instances())
 def test_no_cuts_end_earlier_or_as_early_with_fewer_segments(instance) -> None:
     ready, sizes, cost, borders = instance

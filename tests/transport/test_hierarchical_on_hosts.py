@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slipstream.testbed import Testbed, unavailable
+from tests.harness.scripts import said_on_hosts
 
 _reason = unavailable()
 pytestmark = pytest.mark.skipif(_reason is not None, reason=str(_reason))
-ROOT = Path(__file__).parents[2]
 
 HOST = """
 import json, os, sys, torch, torch.distributed as dist
@@ -78,7 +74,7 @@ for port, (world, ranks) in enumerate(worlds, start=29500):
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_PORT=str(port))
         # In one write, also where PYTHONUNBUFFERED has print() write text and newline apart.
         os.write(1, (json.dumps([world, rank, measured(codecs)]) + "\\n").encode())
-        sys.exit()
+        os._exit(0)
     assert all(os.waitpid(child, 0)[1] == 0 for child in children)
 """
 
@@ -110,29 +106,18 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def logs() -> dict[tuple[int, int], dict[str, Any]]:
+def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], dict[str, Any]]:
     """What each rank of each layout says, by the size of its world and its number."""
+    codecs = json.dumps([config for config, _ in CODED])
     with Testbed(nodes=3, rate="1gbit") as bed:
-        processes = []
-        for host, node in enumerate(bed.nodes):
+        words = []
+        for host in range(len(bed.nodes)):
             worlds = [
                 (len(where), [rank for rank, own in enumerate(where) if own == host])
                 for where, _ in LAYOUTS.values()
             ]
-            arguments = [[config for config, _ in CODED], worlds]
-            process = bed.popen(
-                node,
-                [sys.executable, "-c", HOST, *map(json.dumps, arguments)],
-                {
-                    "MASTER_ADDR": bed.nodes[0].name,
-                    "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path]),
-                },
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            processes.append(process)
-        said = [process.communicate(timeout=150)[0] for process in processes]
-        assert [process.returncode for process in processes] == [0] * 3
+            words.append([codecs, json.dumps(worlds)])
+        said = said_on_hosts(bed, HOST, tmp_path_factory.mktemp("hosts"), *words)
     lines = [json.loads(line) for text in said for line in text.splitlines()]
     return {(world, rank): log for world, rank, log in lines}
 
