@@ -23,7 +23,6 @@ from slipstream.checks.own_view import UpdateCount
 from slipstream.cluster.connect import Cluster
 from slipstream.fusion.checks import useful_settings
 from slipstream.fusion.optimizer import FusedOptimizer
-from slipstream.local.checks import check_loader
 from slipstream.local.model import LocalModel
 from slipstream.local.open_training import OpenTraining
 from slipstream.local.training import LocalTraining
@@ -57,6 +56,7 @@ from slipstream.session.step_hooks import StepHooks
 from slipstream.session.tracing import NoTracing, Search, SessionTracer, Tracer
 from slipstream.session.wrappers import Wrappers
 from slipstream.strategy import Strategy
+from slipstream.strategy.local_checks import check_local_loader
 from slipstream.trace.recorder import Recorder
 from slipstream.transport import broadcast
 from slipstream.transport.consistency import broadcast_from_first
@@ -78,7 +78,7 @@ def compose(
     If a step raises, model and optimizer are restored, except for values broadcast from the first
     rank. A model that ranks share stays sharded: the other ranks may not be there to gather it.
     """
-    check_loader(strategy, loader)
+    check_local_loader(strategy, loader)
     with HandleStack() as handles:
         modules = [*model.modules()]  # as the user made them: some are replaced
         ACCELERATED.update(modules)
