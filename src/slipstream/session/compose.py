@@ -16,7 +16,6 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import PrefixStore
 
 from slipstream.checks.heartbeat import Heartbeat
 from slipstream.checks.own_view import UpdateCount
@@ -153,7 +152,7 @@ def compose(
             dims=dims,
             loader=session_loader,
             loop=loop,
-            state=SessionState(model, exchange, dims, precision, session_loader, balance, local),
+            state=SessionState(given, exchange, precision, session_loader, balance, local),
             handles=handles,
         )
     if isinstance(local, OpenTraining):
@@ -268,16 +267,9 @@ def _offload(given: Given) -> None:
 
 def _proof(given: Given, exchange: GradientExchange, local: LocalTraining | None) -> Proof | None:
     """Compare ranks now and then, if the strategy asks for it."""
-    config = given.strategy.checks
-    if config.every is None:
+    if given.strategy.checks.every is None:
         return None
-    store = None
-    if given.name is not None:
-        store = PrefixStore(f"slipstream/proof/{given.name}", given.cluster.store)
-    model, optimizer = given.model, given.optimizer
-    proof = Proof(
-        config, model, optimizer, exchange.engine, given.dims, exchange.sharding, local, store
-    )
+    proof = Proof(given, exchange, local)
     given.handles.defer(proof.close)
     return proof
 
