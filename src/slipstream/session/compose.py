@@ -201,19 +201,8 @@ def _heartbeat(
     checks = strategy.checks
     if name is None or checks.timeout is None:
         return None
-    environment = cluster.environment
-    first = cluster.rank - environment.local_rank
     heartbeat = Heartbeat(
-        cluster.store,
-        name,
-        cluster.rank,
-        cluster.world_size,
-        environment.host,
-        near=range(first, first + environment.local_world_size),
-        timeout=checks.timeout,
-        folder=Path(checks.folder),
-        progress=progress,
-        spins=cluster.device.type != "cpu",
+        cluster, name, progress, timeout=checks.timeout, folder=Path(checks.folder)
     )
     handles.push(heartbeat.leave)
     return heartbeat
