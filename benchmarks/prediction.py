@@ -48,8 +48,8 @@ from slipstream.advisor.findings import Finding
 from slipstream.calibration.calibrate import SIZES, calibrate
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.planner.iteration.contention_fit import read_trace
+from slipstream.planner.iteration.model import predict
 from slipstream.planner.iteration.plan import CommPlan
-from slipstream.planner.iteration.simulate import predict
 from slipstream.planner.iteration.traced import traced_strategy
 from slipstream.planner.network.profile import NetworkProfile
 from slipstream.planner.search.label import label

@@ -36,6 +36,7 @@ from scipy.optimize import least_squares
 from benchmarks.record import finish
 from benchmarks.result import Entry
 from slipstream.gradients.layout import Gradient
+from slipstream.planner.iteration.model import seconds_of
 from slipstream.planner.iteration.workload import Workload
 from slipstream.planner.network.fit import Array
 from slipstream.planner.network.profile import FRAMES, NetworkProfile
@@ -43,7 +44,6 @@ from slipstream.planner.scale_out.collectives import LinkSpeed, machines, networ
 from slipstream.planner.scale_out.growth import Placement, techniques
 from slipstream.planner.scale_out.shape import ScaleOutConfig
 from slipstream.planner.scale_out.transformer import profile, workload
-from slipstream.planner.search.ranking import seconds_of
 from slipstream.strategy import Strategy
 from slipstream.testbed import parse_rate
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+T = TypeVar("T")
 LEAVES = (torch.Tensor, bool, int, float, str, bytes, type(None))
 """Most values. Looked at first, as the tests for containers take microseconds each."""
 
@@ -107,3 +108,17 @@ def plain_numbers(value: Any) -> Any:
         {'lr': 0.5, 'step': 3}
     """
     return mapped(value, lambda number: number.item(), np.generic)
+
+
+def among(values: Iterable[Any], kind: type[T]) -> Iterator[T]:
+    """Yield those of exactly this class among arguments, which may be in lists.
+
+    Example:
+        >>> [*among([1, [2, ("3", True)]], int)]
+        [1, 2]
+    """
+    for value in values:
+        if type(value) is kind:
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from among(value, kind)

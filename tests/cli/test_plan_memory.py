@@ -14,8 +14,8 @@ from slipstream.cli.plan import count
 from slipstream.cli.plan.memory import OPTIMIZERS, by_technique, parse_bytes
 from slipstream.errors import ModelError, StrategyError
 from slipstream.memory import Estimate
+from slipstream.planner.iteration.model import predict
 from slipstream.planner.iteration.plan import CommPlan
-from slipstream.planner.iteration.simulate import predict
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace, read, write
 from tests.cli.running import run

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from slipstream.planner.iteration.contention_fit import fit_contention
+from slipstream.planner.iteration.model import predict
 from slipstream.planner.iteration.plan import CommPlan
-from slipstream.planner.iteration.simulate import predict, simulate
+from slipstream.planner.iteration.simulate import simulate
 from slipstream.planner.iteration.traced import workload_of
 from tests.planner.networks import linear_profile
 from tests.planner.workloads import random_workload, workload

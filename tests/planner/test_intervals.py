@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from slipstream.planner.forecast import Forecast
+from slipstream.planner.iteration.model import predict
 from slipstream.planner.iteration.plan import CommPlan
-from slipstream.planner.iteration.simulate import predict, simulate
+from slipstream.planner.iteration.simulate import simulate
 from slipstream.planner.iteration.traced import workload_of
 from slipstream.planner.network.profile import NetworkProfile
 from slipstream.planner.search.ranking import (

@@ -14,8 +14,9 @@ from slipstream.errors import ClusterError, TraceError
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.planner.forecast import Forecast
 from slipstream.planner.iteration.contention_fit import read_trace
+from slipstream.planner.iteration.model import predict
 from slipstream.planner.iteration.plan import CommPlan
-from slipstream.planner.iteration.simulate import predict, simulate
+from slipstream.planner.iteration.simulate import simulate
 from slipstream.planner.iteration.traced import traced_strategy
 from slipstream.planner.iteration.workload import Workload
 from slipstream.planner.network.costs import CodecCost, HalfSpeed

@@ -12,8 +12,9 @@ from slipstream.errors import StrategyError
 from slipstream.gradients.layout import Gradient
 from slipstream.gradients.shards import cut_first
 from slipstream.planner.iteration.contention_fit import read_trace
+from slipstream.planner.iteration.model import predict
 from slipstream.planner.iteration.plan import CommPlan
-from slipstream.planner.iteration.simulate import predict, simulate
+from slipstream.planner.iteration.simulate import simulate
 from slipstream.planner.iteration.tasks import comm_tasks, gather_tasks
 from slipstream.planner.iteration.transport_cost import num_replicated
 from slipstream.planner.network.profile import NetworkProfile

@@ -15,8 +15,9 @@ from slipstream.analysis.breakdown import breakdown
 from slipstream.analysis.summary import summary
 from slipstream.errors import ClusterError, StrategyError
 from slipstream.gradients.layout import Gradient
+from slipstream.planner.iteration.model import predict
 from slipstream.planner.iteration.plan import CommPlan
-from slipstream.planner.iteration.simulate import SHOWN_RANKS, predict, simulate
+from slipstream.planner.iteration.simulate import SHOWN_RANKS, simulate
 from slipstream.planner.iteration.traced import workload_of
 from slipstream.planner.iteration.workload import Workload
 from slipstream.planner.network.costs import CodecCost

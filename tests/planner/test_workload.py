@@ -10,8 +10,9 @@ import pytest
 
 from slipstream.errors import ClusterError, TraceError
 from slipstream.gradients.layout import Gradient
+from slipstream.planner.iteration.model import predict
 from slipstream.planner.iteration.plan import CommPlan
-from slipstream.planner.iteration.simulate import predict, simulate
+from slipstream.planner.iteration.simulate import simulate
 from slipstream.planner.iteration.traced import workload_of
 from slipstream.trace.event import Event, Trace
 from tests.planner.networks import MB, linear_profile

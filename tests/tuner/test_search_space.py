@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from slipstream.planner.forecast import Forecast
+from slipstream.planner.iteration.model import predict
 from slipstream.planner.iteration.plan import CommPlan
-from slipstream.planner.iteration.simulate import predict
 from slipstream.strategy import (
     ByBytesConfig,
     ByIndexConfig,

@@ -130,12 +130,11 @@ def trace_stats(trace: Trace, network: NetworkProfile | None = None) -> TraceSta
     clock_error = max(meta.get("clock_error") or [0.0])
     worthwhile = max(WORTHWHILE * typical.spread("iteration").mean, clock_error)
     sizes = [g.num_bytes for g in gradients_of(trace)] if meta.get("gradients") else []
-    settings = (meta.get("strategy") or {}).get("gradients") or {}
+    settings = trace.settings("gradients")
     fully_shard = meta.get("engine") == FULLY_SHARD
     exchanges = None if fully_shard else typical_exchanges(steps, sizes)
-    parallel = (meta.get("strategy") or {}).get("parallel") or {}
     # stages of a pipeline differ
-    slow = () if parallel.get("pipeline") else stragglers(iterations, clock_error)
+    slow = () if trace.settings("parallel").get("pipeline") else stragglers(iterations, clock_error)
     waiting = tuple(one for one in slow if _waits_for_cores(one, meta))
     what_if, unpredicted = _predicted(trace, exchanges, network)
     return TraceStats(

@@ -14,7 +14,7 @@ from typing import Any
 from slipstream.advisor.exchanges import Exchanges
 from slipstream.errors import TraceError
 from slipstream.planner.forecast import Forecast
-from slipstream.planner.iteration.traced import traced_transport
+from slipstream.planner.iteration.traced import kind_of, traced_transport
 from slipstream.planner.iteration.transport_cost import GATHERS, RECIPES
 from slipstream.planner.iteration.workload import Workload
 from slipstream.planner.network.costs import CodecCost
@@ -132,13 +132,12 @@ def fitted_network(trace: Trace, exchanges: Exchanges) -> NetworkProfile:
 
 def _traced_codec(trace: Trace) -> dict[str, CodecCost]:
     """The codec of the trace, by the bytes that it left; what it cost is part of computing."""
-    settings = (trace.meta.get("strategy") or {}).get("gradients") or {}
-    codec, segments = settings.get("codec"), trace.meta.get("segments") or ()
+    codec, segments = trace.settings("gradients").get("codec"), trace.meta.get("segments") or ()
     whole = sum(one["bytes"] for one in segments)
     wire = sum(one.get("wire_bytes", one["bytes"]) for one in segments)
     if codec is None or not whole or not wire:
         return {}
-    return {codec if isinstance(codec, str) else codec["kind"]: CodecCost(ratio=wire / whole)}
+    return {kind_of(codec): CodecCost(ratio=wire / whole)}
 
 
 def fitted_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:

@@ -56,9 +56,7 @@ def measure_contention(
         all_reduce: what these cost.
         seconds: about how long computing alone and exchanging alone take in each of ROUNDS rounds.
     """
-    smallest = all_reduce.points[0][0]
-    fitting = [n for n, t in all_reduce.points if t * AT_ONCE <= seconds and n <= LARGEST]
-    large = max(fitting, default=smallest)
+    smallest, large = all_reduce.points[0][0], _largest(all_reduce, AT_ONCE, seconds)
     ratios, spreads = {}, []
     # Beside computing a small exchange takes many times as long: a quarter of the time is enough.
     for num_bytes, share in {smallest: 0.25, large: 1.0}.items():
@@ -99,14 +97,18 @@ def crowd_slowdown(
         per_byte: seconds for a byte of an all-reduce at the rate of the link.
         seconds: about how long the exchanges take in each of ROUNDS rounds.
     """
-    smallest = all_reduce.points[0][0]
-    sizes = [n for n, t in all_reduce.points if t * CROWD <= seconds and n <= LARGEST]
-    num_bytes = max(sizes, default=smallest)
+    num_bytes = _largest(all_reduce, CROWD, seconds)
     tensors = torch.empty(AT_ONCE, num_bytes // ELEMENT, dtype=DTYPE, device=device).zero_()
     crowd = [tensors[i % AT_ONCE] for i in range(CROWD)]
     exchanges = _ComputeAndExchange(world, device, transport, crowd)
     times = [exchanges.alone() for _ in range(ROUNDS)]
     return max(round(median(times) / (CROWD * num_bytes * per_byte) - 1, 4), 0.0)
+
+
+def _largest(all_reduce: Curve, count: int, seconds: float) -> int:
+    """Bytes of the largest exchange of which so many take so long at most, else of the smallest."""
+    fitting = [n for n, t in all_reduce.points if t * count <= seconds and n <= LARGEST]
+    return max(fitting, default=all_reduce.points[0][0])
 
 
 def _queue(

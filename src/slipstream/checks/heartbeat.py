@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from slipstream.checks.own_view import OwnView, UpdateCount, last_exchanges
 from slipstream.checks.slow_ranks import SlowRanks
 from slipstream.checks.stacks import all_stacks
 from slipstream.checks.vitals import in_words, state as state_of_process, unsent
+from slipstream.cluster.connect import Cluster
 from slipstream.errors import ExchangeError, HangError, SlipstreamError
 from slipstream.files.write import write_whole
 
@@ -55,42 +56,37 @@ class Heartbeat:
     """Beats until it is closed.
 
     Args:
-        store: of the process group; a connection of its own is made to it.
+        cluster: the ranks; a connection of its own is made to their store.
         name: of the session, the same on all its ranks.
-        rank: of this process.
-        world_size: number of ranks.
-        host: of this process.
-        near: ranks that may share its host: they see whether its process computes.
+        progress: how many updates are done.
         timeout: seconds within which a run that hangs ends.
         folder: gets the autopsy.
-        progress: how many updates are done.
-        spins: whether a thread that waits for the device computes, so that computing is no sign of
-            life.
     """
 
     def __init__(
         self,
-        store: Store,
+        cluster: Cluster,
         name: str,
-        rank: int,
-        world_size: int,
-        host: str,
+        progress: UpdateCount,
         *,
-        near: Collection[int] = (),
         timeout: float,
         folder: Path,
-        progress: UpdateCount,
-        spins: bool = False,
     ) -> None:
-        self.rank, self.world_size, self.host, self.near = rank, world_size, host, near
+        here = cluster.environment
+        rank, world_size, host = cluster.rank, cluster.world_size, here.host
+        self.rank, self.world_size, self.host = rank, world_size, host
+        first = rank - here.local_rank
+        # They may share this host, and see whether its process computes.
+        self.near = range(first, first + here.local_world_size)
         self.timeout, self.folder = timeout, folder
         self.interval = interval_of(timeout) * max(1.0, world_size / 500)
         self.verdict: str | None = None
-        connection: Store = store.clone()  # type: ignore[attr-defined]
+        connection: Store = cluster.store.clone()  # type: ignore[attr-defined]
         self._store = PrefixStore(f"slipstream/heartbeat/{name}", connection)
         self._closing, self._known, self._told = (threading.Event() for _ in range(3))
-        self._own = OwnView(rank, host, progress, spins=spins, window=self._window)
-        self._spins = spins
+        # A thread that waits for such a device computes, so that computing is no sign of life.
+        self._spins = cluster.device.type != "cpu"
+        self._own = OwnView(rank, host, progress, spins=self._spins, window=self._window)
         self._reached = time.monotonic()
         self._others = OtherRanks(self._store, rank, world_size, timeout, self._own)
         self._answered = self._asked = False

@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from slipstream.checks.autopsy import ranks_named
 from slipstream.checks.vitals import PROC
@@ -44,8 +43,8 @@ class RankEnds:
         host: the name of this one.
     """
 
-    def __init__(self, host: str, proc: Path = PROC) -> None:
-        self._host, self._proc = host, proc
+    def __init__(self, host: str) -> None:
+        self._host = host
         self._epoll = select.epoll()
         self._followed: dict[int, tuple[int, int]] = {}  # by descriptor: rank and process
         self._pids: dict[int, int] = {}
@@ -119,16 +118,16 @@ class RankEnds:
                 with self._lock:
                     rank, pid = self._followed.pop(descriptor)
                     if self._pids.get(rank) == pid:
-                        self._ends[rank] = RankEnd(rank, when, how_it_ended(pid, self._proc))
+                        self._ends[rank] = RankEnd(rank, when, how_it_ended(pid))
                 self._epoll.unregister(descriptor)
                 os.close(descriptor)
 
 
-def how_it_ended(pid: int, proc: Path = PROC) -> str:
+def how_it_ended(pid: int) -> str:
     """The code or the signal of a process, which are known until its parent takes note of its end;
     then nothing."""
     with suppress(OSError, ValueError, IndexError):
-        fields = (proc / f"{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = (PROC / f"{pid}/stat").read_text().rpartition(")")[2].split()
         if fields[_STATE] == "Z":
             code = os.waitstatus_to_exitcode(int(fields[_EXIT_CODE]))
             return f"with code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"

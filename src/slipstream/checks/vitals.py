@@ -83,21 +83,21 @@ def state(pid: int, proc: Path = PROC) -> str | None:
         return None
 
 
-def in_words(pid: int, proc: Path = PROC) -> str:
+def in_words(pid: int) -> str:
     """The state of a process that gives no answer."""
-    letter = state(pid, proc)
+    letter = state(pid)
     if letter is None:
         return "its process is gone"
     words = STATES.get(letter)
     return f"its process is {words}" if words else "its process lives, and does not answer"
 
 
-def process_table(proc: Path = PROC) -> str:
+def process_table() -> str:
     """Name the processes among which this one has its number: those of a host since its boot, or of
     a container; empty: they cannot be told apart."""
     with suppress(OSError):
-        boot = (proc / "sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {(proc / 'self/ns/pid').readlink()}"
+        boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {(PROC / 'self/ns/pid').readlink()}"
     return ""
 
 

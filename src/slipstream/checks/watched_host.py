@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from pydantic import Field
 
 from slipstream.checks.autopsy import RankCase, RankState
 from slipstream.checks.dumps import Dump, Dumps
 from slipstream.checks.processes import RankProcess, ranks_below, uses_device
-from slipstream.checks.vitals import PROC, STATES, Vitals, in_words, state, unsent, vitals
+from slipstream.checks.vitals import STATES, Vitals, in_words, state, unsent, vitals
 from slipstream.strategy.setting import FrozenModel
 
 _SILENT = ("T", "t", "Z")
@@ -63,11 +62,9 @@ class WatchedHost:
         interval: seconds between looks at the stack of a rank that computes on a device.
     """
 
-    def __init__(
-        self, root: int, host: str, dumps: Dumps, interval: float, proc: Path = PROC
-    ) -> None:
+    def __init__(self, root: int, host: str, dumps: Dumps, interval: float) -> None:
         self.host = host
-        self._root, self._dumps, self._interval, self._proc = root, dumps, interval, proc
+        self._root, self._dumps, self._interval = root, dumps, interval
         self._ranks: dict[int, _Watched] = {}
         self._beat = self._world_size = 0
 
@@ -82,12 +79,12 @@ class WatchedHost:
 
     def look(self, now: float, ended: bool = False) -> HostState:
         """At all ranks; ``ended``: once the command has."""
-        found = ranks_below(self._root, self._dumps.knows, self._proc)
+        found = ranks_below(self._root, self._dumps.knows)
         for rank, process in found.items():
             self._world_size = process.environment.world_size
             known = self._ranks.get(rank)
             if known is None or known.process.pid != process.pid:
-                signs = vitals(process.pid, proc=self._proc)
+                signs = vitals(process.pid)
                 self._ranks[rank] = _Watched(process, signs, now)
         for rank, watched in self._ranks.items():
             watched.ended = rank not in found
@@ -95,7 +92,7 @@ class WatchedHost:
             del self._ranks[rank]
         self._look_at((w for w in self._ranks.values() if not w.ended), now)
         self._beat += 1
-        letters = {r: state(w.process.pid, self._proc) for r, w in self._ranks.items()}
+        letters = {r: state(w.process.pid) for r, w in self._ranks.items()}
         return HostState(
             host=self.host,
             beat=self._beat,
@@ -113,13 +110,13 @@ class WatchedHost:
         """Collect all that can be known now; takes seconds."""
         living = {r: w for r, w in self._ranks.items() if not w.ended}
         silent = {
-            rank: in_words(watched.process.pid, self._proc)
+            rank: in_words(watched.process.pid)
             for rank, watched in living.items()
-            if state(watched.process.pid, self._proc) in (*_SILENT, None)
+            if state(watched.process.pid) in (*_SILENT, None)
         }
         asked = [w.process.pid for r, w in living.items() if r not in silent]
         dumps, collectives = self._dumps.of(asked), self._dumps.collectives(asked)
-        cases, sent = {}, unsent(self._proc)
+        cases, sent = {}, unsent()
         for rank, watched in self._ranks.items():
             if rank in silent:
                 continue
@@ -137,10 +134,10 @@ class WatchedHost:
         asked = []
         for watched in ranks:
             pid = watched.process.pid
-            if state(pid, self._proc) in _SILENT:  # its children may go on for a while
+            if state(pid) in _SILENT:  # its children may go on for a while
                 continue
-            signs, still = vitals(pid, proc=self._proc), now - watched.alive
-            spins = uses_device(pid, self._proc)
+            signs, still = vitals(pid), now - watched.alive
+            spins = uses_device(pid)
             if signs.show_life_since(watched.vitals, still, computing=not spins):
                 watched.alive, watched.vitals = now, signs
             elif spins and still > self._interval and now - watched.dumped > self._interval:

@@ -19,7 +19,7 @@ def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
         >>> all_finite([torch.ones(3), torch.tensor([1.0, torch.inf])])
         False
     """
-    values = [_values(gradient) for gradient in gradients]
+    values = [_real(stored(gradient)) for gradient in gradients]
     small = [v for v in values if v.numel() < SMALL and v.numel() and v.is_floating_point()]
     large = [v for v in values if v.numel() >= SMALL or not v.is_floating_point()]
     if small and not torch.stack(torch._foreach_norm(small)).isfinite().all():
@@ -34,6 +34,10 @@ def first_nonfinite(gradients: Iterable[tuple[str, torch.Tensor | None]]) -> str
     return next(found, "")
 
 
-def _values(gradient: torch.Tensor) -> torch.Tensor:
-    values = gradient._values() if gradient.is_sparse else gradient
+def stored(gradient: torch.Tensor) -> torch.Tensor:
+    """The values that a gradient stores: of a sparse one those of its rows."""
+    return gradient._values() if gradient.is_sparse else gradient
+
+
+def _real(values: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(values) if values.is_complex() else values

@@ -9,6 +9,7 @@ from torch import nn
 
 from slipstream.checks.sketch import AverageSamples
 from slipstream.gradients.compressed import CodecSample, NamedState
+from slipstream.gradients.finite import stored
 from slipstream.gradients.layout import Gradient
 from slipstream.gradients.ready_order import ReadyOrder
 from slipstream.gradients.segments import SegmentStats
@@ -21,7 +22,7 @@ def is_unused(parameter: torch.Tensor) -> bool:
     gradient = parameter.grad
     if gradient is None:
         return False
-    return not (gradient._values() if gradient.is_sparse else gradient).any()
+    return not stored(gradient).any()
 
 
 def drop_unused(parameters: Iterable[torch.Tensor]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from slipstream.gradients.finite import stored
 from slipstream.gradients.messages import average_changed, sum_changed
 from slipstream.gradients.momentum import largest_values
 from slipstream.gradients.segments import NamedParameter
@@ -49,7 +50,7 @@ class Untouched:
             now = trainable.parameter.grad
             if now is before and now._version == version:
                 continue
-            if now is not None and (now._values() if now.is_sparse else now).any():
+            if now is not None and stored(now).any():
                 raise sum_changed(trainable.name)
             zeroed += 1
         return 0 < zeroed == len(sums)
@@ -85,4 +86,4 @@ class Untouched:
         """The first division of a GradScaler is right, as there is no momentum yet: so these are
         looked at from the second update on."""
         gradients = (gradient for _, gradient, _ in self._averages)
-        return largest_values(g._values() if g.is_sparse else g for g in gradients)
+        return largest_values(map(stored, gradients))

@@ -56,7 +56,7 @@ def relu_depthwise(
     """
     x, weight = as_in_product(x), as_in_product(weight)
     bias = None if bias is None else as_in_product(bias)
-    if (x.device.type == "cpu" and x.numel() < LARGE) or needs_plain_functions():
+    if is_small(x) or needs_plain_functions():
         return reference(x, weight, bias, stride=stride, padding=padding, dilation=dilation)
     operation: Any = ReluDepthwise
     result: Tensor = operation.apply(x, weight, bias, stride, padding, dilation)

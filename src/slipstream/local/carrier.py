@@ -19,10 +19,6 @@ class Carrier(Protocol):
         """Begin an exchange beside the training."""
 
     @property
-    def in_flight(self) -> bool:
-        """Whether one was started that nobody has waited for."""
-
-    @property
     def arrived(self) -> bool:
         """Whether `wait` would return at once."""
 
@@ -47,9 +43,6 @@ class Carrier(Protocol):
     def close(self) -> bool:
         """Whether all islands close together; what follows is exchanged for the last time."""
 
-    def leave(self) -> None:
-        """Take part no longer; idempotent."""
-
 
 class FixedCarrier:
     """Carries changes between islands that stay to the end; by a channel, whose owner closes it."""
@@ -61,10 +54,6 @@ class FixedCarrier:
 
     def start(self, label: Label, exchange: Exchange) -> None:
         self._channel.start(label, exchange())
-
-    @property
-    def in_flight(self) -> bool:
-        return self._channel.in_flight
 
     @property
     def arrived(self) -> bool:
@@ -79,6 +68,3 @@ class FixedCarrier:
 
     def close(self) -> bool:
         return True
-
-    def leave(self) -> None:
-        pass

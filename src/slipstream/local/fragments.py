@@ -110,6 +110,21 @@ def cut(model: nn.Module, trained: Sequence[NamedParameter], count: int) -> tupl
     )
 
 
+def sent_after(update: int, steps: int, fragments: int) -> list[int]:
+    """Fragments that are sent after so many updates without warm-up, the same on all ranks.
+
+    Fragment f of F is sent after update ``(f + 1) steps / F``, and every ``steps`` updates from
+    then on; so fragments take turns, and the last one meets after whole rounds.
+
+    Example:
+        >>> [(update, sent_after(update, steps=4, fragments=2)) for update in range(1, 7)]
+        [(1, []), (2, [0]), (3, []), (4, [1]), (5, []), (6, [0])]
+    """
+    firsts = [(fragment + 1) * steps // fragments for fragment in range(fragments)]
+    late = [(fragment, update - first) for fragment, first in enumerate(firsts)]
+    return [fragment for fragment, by in late if by >= 0 and by % steps == 0]
+
+
 def _deal(
     pieces: Sequence[ParameterRows], dealt: list[list[ParameterRows]], filled: list[int]
 ) -> int:

@@ -83,10 +83,6 @@ class OpenCarrier:
         self._begin(_Pending(label, exchange))
 
     @property
-    def in_flight(self) -> bool:
-        return self._pending is not None
-
-    @property
     def arrived(self) -> bool:
         return self._pending is None or not self._pending.thread.is_alive()
 
@@ -231,6 +227,7 @@ class OpenCarrier:
         return self._rendezvous.close(self._view)
 
     def leave(self) -> None:
+        """Take part no longer; idempotent."""
         self._transport = self.resident = None
         self._rendezvous.leave()
 

@@ -17,14 +17,13 @@ from slipstream.gradients.segments import NamedParameter
 from slipstream.local.carrier import Carrier, Exchange
 from slipstream.local.engine import LocalEngine
 from slipstream.local.exchanges import IslandExchanges, JoinedAgain
-from slipstream.local.fragments import cut
+from slipstream.local.fragments import cut, sent_after
 from slipstream.local.inner_state import average_state
 from slipstream.local.island import Island
 from slipstream.local.meeting import ALIKE, CLOSES, Flight, Meeting
 from slipstream.local.outer_view import outer_view
 from slipstream.local.pace import Pace
 from slipstream.local.saved_state import check_settings, own_part
-from slipstream.local.schedule import MeetingSchedule
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.pytree import mapped
 from slipstream.strategy import LocalConfig, Row
@@ -97,7 +96,7 @@ class LocalTraining:
 
     def _use(self, config: LocalConfig) -> None:
         """Let meetings be as ``config`` says."""
-        self._config, self._schedule = config, MeetingSchedule.of(config)
+        self._config = config
         fragments = () if config.auto else cut(self._model, self._trained, config.fragments)
         shared = {**dict(self._model.named_buffers()), **self._begun}
         self._meetings = [
@@ -263,7 +262,8 @@ class LocalTraining:
     @property
     def _due(self) -> list[int]:
         """Fragments to send now."""
-        return [n for n in self._schedule.sent(self._clock) if n < len(self._meetings)]
+        numbers = sent_after(self._clock, self._config.steps, self._config.fragments)
+        return [n for n in numbers if n < len(self._meetings)]
 
     def _meet(self) -> None:
         if self._pace.last_round:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import UsageError
+from slipstream.gradients.finite import stored
 from slipstream.plain_copy import refuse_copies
 
 
@@ -114,7 +115,7 @@ class PartOfModel:
         """
         noted, self._gradients = self._gradients, []
         if noted and all(p.grad is g and g._version != version for p, g, version in noted):
-            if not any(bool(_values(g).any()) for _, g, _ in noted):
+            if not any(bool(stored(g).any()) for _, g, _ in noted):
                 return  # zeroed
             raise UsageError(
                 f"all {len(noted)} gradients of this rank were changed in place after backward, as "
@@ -139,10 +140,6 @@ class PartOfModel:
                 "call session.restore({'model': state}) on all ranks with a state of the whole "
                 "model, as session.checkpoint()['model'] or a plain run has it"
             )
-
-
-def _values(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient._values() if gradient.is_sparse else gradient
 
 
 def _no_copies() -> UsageError:

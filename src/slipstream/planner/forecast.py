@@ -14,8 +14,9 @@ from typing import Any, Self
 from slipstream.errors import ClusterError, StrategyError, TraceError
 from slipstream.planner.iteration.contention_fit import read_trace
 from slipstream.planner.iteration.ensemble import Ensemble, traced_network
+from slipstream.planner.iteration.model import predict, seconds_of
 from slipstream.planner.iteration.plan import CommPlan
-from slipstream.planner.iteration.simulate import predict, simulate
+from slipstream.planner.iteration.simulate import simulate
 from slipstream.planner.iteration.traced import traced_strategy
 from slipstream.planner.iteration.workload import Workload
 from slipstream.planner.network.costs import CodecCost
@@ -31,7 +32,6 @@ from slipstream.planner.search.ranking import (
     ScaleOutPoint,
     rank,
     recommended,
-    seconds_of,
     what_if,
 )
 from slipstream.planner.search.rare_meetings import RareMeetings, choose_meetings
@@ -132,7 +132,8 @@ class Forecast:
             ClusterError: the cluster asked for cannot be predicted.
             StrategyError, TraceError: as `of`; ranks share a model in the trace.
         """
-        if traced_strategy(trace).parallel.active:
+        base = traced_strategy(trace)
+        if base.parallel.active:
             raise TraceError(
                 "this trace is of ranks that share a model (parallel), while a cluster file holds "
                 "what exchanges between all ranks cost: nothing can be predicted from it; "
@@ -140,7 +141,7 @@ class Forecast:
                 "record some iterations without parallel"
             )
         known = traced_network(network, trace) if nodes or ranks_per_node else network
-        here = replace(cls.of(trace, known, updates=updates), calibrated=network)
+        here = replace(cls.of(trace, known, base, updates), calibrated=network)
         hosts, per_host = here.network.hosts, here.network.ranks_per_host
         if rate is not None and (nodes or hosts) == 1:
             raise ClusterError("all ranks are on one host and use no link; give nodes, too")

@@ -16,14 +16,12 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import PrefixStore
 
 from slipstream.checks.heartbeat import Heartbeat
 from slipstream.checks.own_view import UpdateCount
 from slipstream.cluster.connect import Cluster
 from slipstream.fusion.checks import useful_settings
 from slipstream.fusion.optimizer import FusedOptimizer
-from slipstream.local.checks import check_loader
 from slipstream.local.model import LocalModel
 from slipstream.local.open_training import OpenTraining
 from slipstream.local.training import LocalTraining
@@ -57,6 +55,7 @@ from slipstream.session.step_hooks import StepHooks
 from slipstream.session.tracing import NoTracing, Search, SessionTracer, Tracer
 from slipstream.session.wrappers import Wrappers
 from slipstream.strategy import Strategy
+from slipstream.strategy.local_checks import check_local_loader
 from slipstream.trace.recorder import Recorder
 from slipstream.transport import broadcast
 from slipstream.transport.consistency import broadcast_from_first
@@ -78,7 +77,7 @@ def compose(
     If a step raises, model and optimizer are restored, except for values broadcast from the first
     rank. A model that ranks share stays sharded: the other ranks may not be there to gather it.
     """
-    check_loader(strategy, loader)
+    check_local_loader(strategy, loader)
     with HandleStack() as handles:
         modules = [*model.modules()]  # as the user made them: some are replaced
         ACCELERATED.update(modules)
@@ -153,7 +152,7 @@ def compose(
             dims=dims,
             loader=session_loader,
             loop=loop,
-            state=SessionState(model, exchange, dims, precision, session_loader, balance, local),
+            state=SessionState(given, exchange, precision, session_loader, balance, local),
             handles=handles,
         )
     if isinstance(local, OpenTraining):
@@ -202,19 +201,8 @@ def _heartbeat(
     checks = strategy.checks
     if name is None or checks.timeout is None:
         return None
-    environment = cluster.environment
-    first = cluster.rank - environment.local_rank
     heartbeat = Heartbeat(
-        cluster.store,
-        name,
-        cluster.rank,
-        cluster.world_size,
-        environment.host,
-        near=range(first, first + environment.local_world_size),
-        timeout=checks.timeout,
-        folder=Path(checks.folder),
-        progress=progress,
-        spins=cluster.device.type != "cpu",
+        cluster, name, progress, timeout=checks.timeout, folder=Path(checks.folder)
     )
     handles.push(heartbeat.leave)
     return heartbeat
@@ -268,16 +256,9 @@ def _offload(given: Given) -> None:
 
 def _proof(given: Given, exchange: GradientExchange, local: LocalTraining | None) -> Proof | None:
     """Compare ranks now and then, if the strategy asks for it."""
-    config = given.strategy.checks
-    if config.every is None:
+    if given.strategy.checks.every is None:
         return None
-    store = None
-    if given.name is not None:
-        store = PrefixStore(f"slipstream/proof/{given.name}", given.cluster.store)
-    model, optimizer = given.model, given.optimizer
-    proof = Proof(
-        config, model, optimizer, exchange.engine, given.dims, exchange.sharding, local, store
-    )
+    proof = Proof(given, exchange, local)
     given.handles.defer(proof.close)
     return proof
 

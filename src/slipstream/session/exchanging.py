@@ -136,17 +136,7 @@ def install_exchange(
     # Before the codecs, which apply the momentum that they take over from the optimizer.
     momentum = MomentumCorrection(given.optimizer, trainables, codec, given.dims.data_size)
     given.handles.callback(momentum.give_back)
-    at = f"rank {given.cluster.rank}"
-    sharding = UpdateSharding(
-        given.model,
-        given.optimizer,
-        whole,
-        trainables,
-        precision,
-        given.dims,
-        at,
-        given.explaining,
-    )
+    sharding = UpdateSharding(given, whole, trainables, precision)
     names = [t.name for t in trainables]
     if not averages:
         own = _local_engine(given, None, trainables) if local is not None else _alone(given)

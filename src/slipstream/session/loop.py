@@ -21,9 +21,8 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from slipstream.codecs.compressor import any_infinite
 from slipstream.errors import UsageError
-from slipstream.gradients.finite import all_finite
+from slipstream.gradients.finite import all_finite, stored
 from slipstream.kernels.surroundings import outside_autocast
 from slipstream.local.training import LocalTraining
 from slipstream.parallel.dims import gather_objects
@@ -289,7 +288,7 @@ class TrainingLoop:
             return
         self._nonfinite_here = self.engine.nonfinite_here()
         for gradient in self.engine.averages(self._parameters):  # each optimizer's scale looks
-            (gradient._values() if gradient.is_sparse else gradient).fill_(torch.nan)
+            stored(gradient).fill_(torch.nan)
 
     @property
     def _without_batch(self) -> bool:
@@ -597,11 +596,9 @@ class TrainingLoop:
             return True
         if self.window.loss_scale == 1.0 and not self.precision.scales:
             return self._refuse_nonfinite()
-        averages = self.engine.averages(self._parameters)
-        infinite = [any_infinite(g._values() if g.is_sparse else g) for g in averages]
         # Averages are the same on all data-parallel ranks, unless each has a shard of them; those
         # that share a model must agree.
-        return self.sharding.any_rank(bool(infinite) and bool(torch.stack(infinite).any()))
+        return self.sharding.any_rank(not all_finite(self.engine.averages(self._parameters)))
 
     def _skips_itself(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether torch's GradScaler, which calls a fused step in any case, tells it to skip."""

@@ -28,19 +28,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from slipstream.checks.digest import Digest, digest
 from slipstream.checks.sketch import AverageSamples, divided_again, wrong_average
 from slipstream.errors import ProofError, UsageError
 from slipstream.gradients.compressed import CodecSample
-from slipstream.gradients.interface import GradientEngine
 from slipstream.local.training import LocalTraining
-from slipstream.parallel.dims import ParallelDims, gather_objects
+from slipstream.parallel.dims import gather_objects
 from slipstream.plain_copy import attach
 from slipstream.pytree import tensors
-from slipstream.session.update_sharding import UpdateSharding
-from slipstream.strategy import ChecksConfig
+from slipstream.session.exchanging import GradientExchange
+from slipstream.session.given import Given
 
 _STATE = "the optimizer's state"
 _ONCE = {
@@ -61,31 +60,24 @@ class Proof:
     """Compares ranks after every so many updates.
 
     Args:
-        config: says how often.
-        model, optimizer: the user's.
-        engine: averages the gradients.
-        dims: the ranks that hold the same part of the model.
-        sharding: says whether each rank updates a shard.
+        given: the user's model and optimizer, how often, and the ranks that hold the same part of
+            the model.
+        exchange: averages the gradients, and says whether each rank updates a shard.
         local: holds what is alike where ranks train on their own; None: they do not.
-        store: of the run; None: one process.
     """
 
     def __init__(
-        self,
-        config: ChecksConfig,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        engine: GradientEngine,
-        dims: ParallelDims,
-        sharding: UpdateSharding,
-        local: LocalTraining | None,
-        store: Store | None,
+        self, given: Given, exchange: GradientExchange, local: LocalTraining | None
     ) -> None:
-        self._store, self._meetings = store, 0
+        self._store: Store | None = None  # of the run; None: one process
+        if given.name is not None:
+            self._store = PrefixStore(f"slipstream/proof/{given.name}", given.cluster.store)
+        self._meetings = 0
         self._loads = 0  # of states, in which ranks take part alike
-        self._every, self._replays = config.every, config.replay
-        self._model, self._optimizer, self._engine = model, optimizer, engine
-        self._dims, self._sharding, self._local = dims, sharding, local
+        checks, model = given.strategy.checks, given.model
+        self._every, self._replays = checks.every, checks.replay
+        self._model, self._optimizer, self._dims = model, given.optimizer, given.dims
+        self._engine, self._sharding, self._local = exchange.engine, exchange.sharding, local
         self._samples: AverageSamples | None = None
         self._kept: CodecSample | None = None  # after an update
         self._lost: tuple[int, str] | None = None  # after how many updates, and of which segment

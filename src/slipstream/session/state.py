@@ -19,11 +19,11 @@ from slipstream.errors import UsageError
 from slipstream.gradients.compressed import NamedState
 from slipstream.local.training import LocalTraining
 from slipstream.optim.shard_state import is_part
-from slipstream.parallel.dims import ParallelDims
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.pytree import tensors
 from slipstream.session import checkpoint
 from slipstream.session.exchanging import GradientExchange
+from slipstream.session.given import Given
 from slipstream.strategy import Strategy, keeps_state
 from slipstream.transport.consistency import agree
 
@@ -32,9 +32,8 @@ class SessionState:
     """Saves and restores the parts of a session.
 
     Args:
-        model: the user's.
+        given: the user's model, and all ranks.
         exchange: has the ready order, the codecs' state and what the search has chosen.
-        dims: all ranks.
         precision: has the loss scale.
         loader: knows where in the data the training is; None: the session has none.
         balance: knows that instead, if it deals out the samples.
@@ -43,15 +42,14 @@ class SessionState:
 
     def __init__(
         self,
-        model: nn.Module,
+        given: Given,
         exchange: GradientExchange,
-        dims: ParallelDims,
         precision: ModelPrecision,
         loader: UnevenInputLoader | None,
         balance: SampleBalance | None,
         local: LocalTraining | None,
     ) -> None:
-        self.model, self.dims, self.precision = model, dims, precision
+        self.model, self.dims, self.precision = given.model, given.dims, precision
         self.loader, self.balance, self.local = loader, balance, local
         self.names, self.codec = exchange.names, exchange.codec
         self.engine, self.search = exchange.engine, exchange.search

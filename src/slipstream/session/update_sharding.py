@@ -9,11 +9,9 @@ flight, and the optimizer is not inside a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import nn
 
 from slipstream.codecs import Ranks
@@ -23,6 +21,7 @@ from slipstream.gradients.shards import Shards, cut_first
 from slipstream.parallel.dims import ParallelDims
 from slipstream.parallel.whole_model import WholeModel
 from slipstream.precision.model_precision import ModelPrecision
+from slipstream.session.given import Given
 from slipstream.sharding.gather import ParameterGather
 from slipstream.sharding.model import ShardedModel
 from slipstream.sharding.watch import GradientWatch
@@ -59,13 +58,10 @@ class UpdateSharding:
     """Begins and ends the sharded update of one model.
 
     Args:
-        model, optimizer: the user's.
+        given: the user's model and optimizer, and the ranks.
         whole: the model where every rank updates everything.
         trainables: the parameters that are trained.
         precision: keeps fp32 copies of half weights.
-        dims: the ranks.
-        at: names this rank in an error.
-        explaining: turns an exchange that failed inside into an error that says why.
 
     Attributes:
         model: verbs of the model as it is updated now.
@@ -75,22 +71,18 @@ class UpdateSharding:
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        given: Given,
         whole: WholeModel,
         trainables: Sequence[NamedParameter],
         precision: ModelPrecision,
-        dims: ParallelDims,
-        at: str,
-        explaining: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        self._at, self._explaining = at, explaining
-        self._module, self._optimizer, self._whole = model, optimizer, whole
-        self._trainables, self._precision, self._dims = trainables, precision, dims
+        self._at, self._explaining = f"rank {given.cluster.rank}", given.explaining
+        self._module, self._optimizer, self._whole = given.model, given.optimizer, whole
+        self._trainables, self._precision, self._dims = trainables, precision, given.dims
         self._config: ShardedConfig | None = None
         self.model = whole
-        self.watch = GradientWatch(optimizer)
-        self.any_rank = AnyRank(dims)
+        self.watch = GradientWatch(given.optimizer)
+        self.any_rank = AnyRank(given.dims)
 
     @property
     def waited(self) -> float:

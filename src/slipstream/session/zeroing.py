@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from slipstream.gradients.finite import stored
 from slipstream.gradients.shards import ShardedGradient
 from slipstream.session import messages
 
@@ -94,4 +95,4 @@ def is_zero(parameter: torch.Tensor) -> bool:
     if isinstance(gradient, ShardedGradient):
         return gradient.zeroed
     with torch._C.DisableTorchFunctionSubclass():  # the look of a script at it would be noticed
-        return not (gradient._values() if gradient.is_sparse else gradient).any()
+        return not stored(gradient).any()

@@ -16,7 +16,7 @@ takes tensors by pybind11).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -25,6 +25,7 @@ from torch.utils._pytree import register_pytree_node
 
 from slipstream.errors import UsageError
 from slipstream.gradients.shards import METADATA
+from slipstream.pytree import among
 
 _DATA: Any = cast(Any, torch.Tensor).data
 _OF_ITS_CLASS: dict[Any, Callable[..., Any]] = {
@@ -65,7 +66,7 @@ class PendingParameter(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         if func not in METADATA:
-            for parameter in _pending([args, *kwargs.values()]):
+            for parameter in among([args, *kwargs.values()], PendingParameter):
                 parameter.arrive()
                 _refuse_trace()
             if func in _OF_ITS_CLASS:  # its own class may have another answer
@@ -92,15 +93,6 @@ def resume(parameter: nn.Parameter) -> None:
     """Give ``parameter`` its own class back."""
     parameter.__class__ = parameter.__dict__.pop("own_class", type(parameter))
     parameter.__dict__.pop("arrive", None)
-
-
-def _pending(values: Iterable[Any]) -> Iterator[PendingParameter]:
-    """The pending parameters among arguments, which may be in lists."""
-    for value in values:
-        if type(value) is PendingParameter:
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _pending(value)
 
 
 def _refuse_trace() -> None:

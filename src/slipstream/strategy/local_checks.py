@@ -1,4 +1,4 @@
-"""Refusals of settings that do not go with training that meets rarely."""
+"""Refusals of settings and loaders that do not go with training that meets rarely."""
 
 from __future__ import annotations
 
@@ -59,3 +59,25 @@ def check_local(strategy: Strategy) -> None:
         )
     if problem:
         raise StrategyError(f"local with {problem}")
+
+
+def check_local_loader(strategy: Strategy, loader: object) -> None:
+    """Refuse a loader of which all ranks must take a batch at the same time.
+
+    Raises:
+        StrategyError: says what to do with it.
+    """
+    local = strategy.local
+    if local is None or loader is None:
+        return
+    if local.stretch:
+        raise StrategyError(
+            "local.stretch with a loader: ranks of different speed take different numbers of "
+            "batches, and session.loader keeps them in step; leave it out of accelerate(), and "
+            "iterate over it by yourself while session.all_updates is below what you want"
+        )
+    if local.rendezvous is not None:
+        raise StrategyError(
+            "local.rendezvous with a loader: which share of the data a job has is known after "
+            "accelerate(); make the loader then, by session.data_rank and session.data_size"
+        )

@@ -190,6 +190,15 @@ class Trace:
     events: tuple[Event, ...]
     meta: dict[str, Any] = field(default_factory=dict)
 
+    def settings(self, group: str) -> Any:
+        """The strategy's settings of a group, as plain values; empty where it has none.
+
+        Example:
+            >>> Trace((), {"strategy": {"gradients": {"accumulate": 4}}}).settings("gradients")
+            {'accumulate': 4}
+        """
+        return (self.meta.get("strategy") or {}).get(group) or {}
+
 
 def marks(events: Iterable[Event]) -> list[Mark]:
     """The marks of an HCCL iteration trace that follow from these spans, ordered by time.

@@ -12,11 +12,11 @@ from benchmarks import scale_out
 from benchmarks.pages import results
 from slipstream.errors import ClusterError, StrategyError
 from slipstream.planner.forecast import Forecast
+from slipstream.planner.iteration.model import seconds_of
 from slipstream.planner.iteration.plan import CommPlan
 from slipstream.planner.iteration.simulate import simulate
 from slipstream.planner.scale_out.growth import Growth, GrowthPoint, Takeover, grow, techniques
 from slipstream.planner.scale_out.shape import ScaleOutConfig
-from slipstream.planner.search.ranking import seconds_of
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace
 from tests.planner.networks import ring_profile

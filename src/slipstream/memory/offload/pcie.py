@@ -21,18 +21,13 @@ def gpus_sharing_link(device: torch.device) -> tuple[str, ...]:
         >>> gpus_sharing_link(torch.device("cpu"))
         ()
     """
-    address = address_of(device) if device.type == "cuda" else None
-    return () if address is None else neighbours(address)
+    return neighbours(address_of(device)) if device.type == "cuda" else ()
 
 
-def address_of(device: torch.device) -> str | None:
-    """PCI address of a CUDA device, e.g. ``0000:3d:00.0``; None before torch 2.8."""
-    properties: Any = torch.cuda.get_device_properties(device)
-    try:
-        domain, bus = properties.pci_domain_id, properties.pci_bus_id
-        return f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
-    except AttributeError:
-        return None
+def address_of(device: torch.device) -> str:
+    """PCI address of a CUDA device, e.g. ``0000:3d:00.0``."""
+    found: Any = torch.cuda.get_device_properties(device)
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
 def neighbours(address: str, devices: Path = Path("/sys/bus/pci/devices")) -> tuple[str, ...]:

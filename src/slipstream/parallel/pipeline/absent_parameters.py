@@ -17,6 +17,7 @@ from torch import nn
 from slipstream.errors import UsageError
 from slipstream.gradients.shards import METADATA
 from slipstream.parallel.pipeline.placeholders import placeholder
+from slipstream.pytree import among
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class AbsentParameter(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         if func not in METADATA:
-            for absent in _absent([args, *kwargs.values()]):
+            for absent in among([args, *kwargs.values()], AbsentParameter):
                 if not absent.absence.ignored():
                     absent.absence.refuse()
         with torch._C.DisableTorchFunctionSubclass():
@@ -100,12 +101,3 @@ def bring_back(parameter: nn.Parameter, strides: tuple[int, ...]) -> None:
     absence: Absence = vars(parameter).pop("absence")
     parameter.__class__ = absence.own_class
     parameter.data = parameter.data.new_empty_strided(parameter.shape, strides)
-
-
-def _absent(values: Iterable[Any]) -> Iterable[AbsentParameter]:
-    """The absent parameters among arguments, which may be in lists."""
-    for value in values:
-        if type(value) is AbsentParameter:
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _absent(value)

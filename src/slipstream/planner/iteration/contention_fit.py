@@ -14,9 +14,8 @@ from statistics import fmean, median
 import numpy as np
 
 from slipstream.planner.iteration.contended_network import NetworkClock
-from slipstream.planner.iteration.model import IterationModel
+from slipstream.planner.iteration.model import IterationModel, predict
 from slipstream.planner.iteration.plan import CommPlan
-from slipstream.planner.iteration.simulate import predict
 from slipstream.planner.iteration.traced import complete_steps, in_flight, workload_of
 from slipstream.planner.iteration.transport_cost import GATHERS, RECIPES
 from slipstream.planner.iteration.workload import Workload

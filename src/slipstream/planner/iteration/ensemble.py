@@ -31,8 +31,8 @@ from typing import NamedTuple, TypeVar, get_args
 import numpy as np
 
 from slipstream.planner.iteration.contention_fit import HALFWAY, changed, moved
+from slipstream.planner.iteration.model import predict
 from slipstream.planner.iteration.plan import CommPlan
-from slipstream.planner.iteration.simulate import predict
 from slipstream.planner.iteration.traced import MeasuredSteps, traced_transport
 from slipstream.planner.iteration.transport_cost import RECIPES
 from slipstream.planner.iteration.workload import Workload

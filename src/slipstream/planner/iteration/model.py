@@ -1,7 +1,19 @@
-"""One simulated iteration on all ranks at once: what each computes, and what it waits for.
+"""Predict an iteration on all ranks at once: what each computes, and what it waits for.
 
 Moments are *work* (see the note in ``contended_network``) in arrays with an entry a rank; only the
 completions of exchanges also know time.
+
+[Note: The model]
+- A segment is ready when its last gradient is; a rank hands its segments over in order.
+- An exchange starts once the last rank has handed it over; at most two are in flight. Its latency
+  comes first, then its bytes; where two exchanges ask for more than the network has, both slow
+  down.
+- While an exchange is in flight, compute runs at ``1 / (1 + compute_slowdown)`` of its speed; while
+  ranks compute, latency takes ``1 + latency_slowdown`` and bytes ``1 + exchange_slowdown`` times as
+  long, less if only some ranks compute. While one exchange transfers its bytes, the latency of the
+  other is at least ``queue_share`` of that transfer and at most ``queue_seconds``: its messages
+  queue behind the other's.
+- A rank updates its parameters when all exchanges have ended.
 
 [Note: Where an iteration begins]
 Exchanges end on all ranks at once, and each rank then updates its parameters. In the long run a
@@ -24,15 +36,39 @@ import numpy as np
 
 from slipstream.errors import StrategyError
 from slipstream.planner.iteration.contended_network import Completion, Job, NetworkClock, run
+from slipstream.planner.iteration.local_cost import local_seconds
 from slipstream.planner.iteration.plan import CommPlan
 from slipstream.planner.iteration.tasks import comm_tasks, gather_tasks
 from slipstream.planner.iteration.transport_cost import GATHERS, RECIPES, sends_early, updated_part
 from slipstream.planner.iteration.workload import Workload
 from slipstream.planner.network.fit import Array
 from slipstream.planner.network.profile import NetworkProfile
+from slipstream.strategy import Strategy
 
 _SETTLING = 100
 _SAME = 1e-9
+
+
+def seconds_of(strategy: Strategy, workload: Workload, network: NetworkProfile) -> float:
+    """Predict an update under a strategy in the long run.
+
+    Raises:
+        StrategyError: the strategy does not fit the gradients, or its codec was not measured.
+        ClusterError: the transport needs a network that was not measured.
+    """
+    if strategy.local is not None:
+        return local_seconds(strategy, workload, network)
+    return predict(workload, CommPlan.of(strategy, workload.gradients, network.codecs), network)
+
+
+def predict(workload: Workload, plan: CommPlan, network: NetworkProfile) -> float:
+    """Seconds of an iteration in the long run, on as many ranks as the network has.
+
+    Raises:
+        StrategyError: the plan is for another number of gradients.
+        ClusterError: the transport needs a network that was not measured.
+    """
+    return IterationModel(workload, plan, network).settle().seconds
 
 
 class Pass(NamedTuple):

@@ -15,6 +15,7 @@ from slipstream.planner.iteration.traced import (
     cuts_of,
     gradients_of,
     in_half,
+    kind_of,
     traced_sharding,
     traced_transport,
 )
@@ -132,7 +133,7 @@ class CommPlan:
         Raises:
             StrategyError: gradients were coded by a codec that was not measured.
         """
-        config: dict[str, Any] = (trace.meta.get("strategy") or {}).get("gradients") or {}
+        config = trace.settings("gradients")
         codec, sharded = config.get("codec"), traced_sharding(trace)
         segments = trace.meta.get("segments") or ()
         if segments and all(one.get("wire_bytes") == one["bytes"] for one in segments):
@@ -141,7 +142,7 @@ class CommPlan:
             cuts_of(trace),
             config.get("overlap", True),
             traced_transport(trace),
-            None if codec is None else _codec_cost(_kind(codec), codecs or {}),
+            None if codec is None else _codec_cost(kind_of(codec), codecs or {}),
             config.get("accumulate", 1),
             half=in_half(trace),
             **_sharding(gradients_of(trace) if sharded else (), sharded),
@@ -186,10 +187,6 @@ def _sharding(gradients: Sequence[Gradient], transport: TransportConfig | None) 
     gathered = gradients[: replicated - 1 : -1] if replicated else gradients[::-1]
     parts = plan_segments(gathered, transport.gather) if gathered else ()
     return {"gather": tuple(part.stop for part in parts), "replicated": replicated}
-
-
-def _kind(codec: str | Mapping[str, Any]) -> str:
-    return codec if isinstance(codec, str) else codec["kind"]
 
 
 def _codec_cost(kind: str, codecs: Mapping[str, CodecCost]) -> CodecCost:

@@ -1,17 +1,4 @@
-"""Predict an iteration under a plan on a network: its seconds, or the trace that it would leave.
-
-[Note: The model]
-- A segment is ready when its last gradient is; a rank hands its segments over in order.
-- An exchange starts once the last rank has handed it over; at most two are in flight. Its latency
-  comes first, then its bytes; where two exchanges ask for more than the network has, both slow
-  down.
-- While an exchange is in flight, compute runs at ``1 / (1 + compute_slowdown)`` of its speed; while
-  ranks compute, latency takes ``1 + latency_slowdown`` and bytes ``1 + exchange_slowdown`` times as
-  long, less if only some ranks compute. While one exchange transfers its bytes, the latency of the
-  other is at least ``queue_share`` of that transfer and at most ``queue_seconds``: its messages
-  queue behind the other's.
-- A rank updates its parameters when all exchanges have ended.
-"""
+"""Traces that iterations under a plan on a network would leave; ``model`` times them."""
 
 from __future__ import annotations
 
@@ -33,16 +20,6 @@ SHOWN_RANKS = 64
 
 DECODE = "decode"
 """The span in which a rank turns what a codec sent back into gradients."""
-
-
-def predict(workload: Workload, plan: CommPlan, network: NetworkProfile) -> float:
-    """Seconds of an iteration in the long run, on as many ranks as the network has.
-
-    Raises:
-        StrategyError: the plan is for another number of gradients.
-        ClusterError: the transport needs a network that was not measured.
-    """
-    return IterationModel(workload, plan, network).settle().seconds
 
 
 def simulate(workload: Workload, plan: CommPlan, network: NetworkProfile, steps: int = 1) -> Trace:

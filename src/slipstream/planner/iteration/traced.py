@@ -104,7 +104,7 @@ class MeasuredSteps:
         transport = traced_transport(trace)
         slowdown = network.contention(RECIPES[transport].direct).compute_slowdown
         early = sends_early(transport)
-        accumulate = traced_accumulation(trace)
+        accumulate = int(trace.settings("gradients").get("accumulate", 1))
         measured = [measure(step, gradients, slowdown, early, accumulate) for step in steps]
         return cls(
             trace,
@@ -199,9 +199,12 @@ def gradients_of(trace: Trace) -> tuple[Gradient, ...]:
 
 def in_half(trace: Trace) -> bool:
     """Whether weights had 16 bits."""
-    precision = (trace.meta.get("strategy") or {}).get("precision")
-    kind = precision.get("kind") if isinstance(precision, Mapping) else precision
-    return kind == "half_weights"
+    return bool(kind_of(trace.settings("precision")) == "half_weights")
+
+
+def kind_of(setting: Any) -> Any:
+    """The kind of a setting, which may be written as its kind alone."""
+    return setting.get("kind") if isinstance(setting, Mapping) else setting
 
 
 def _typical_ranks(times: Array) -> Array:
@@ -348,9 +351,7 @@ def traced_transport(trace: Trace) -> TransportKind:
     Raises:
         TraceError: nobody has said what that takes of a network.
     """
-    gradients: dict[str, Any] = (trace.meta.get("strategy") or {}).get("gradients") or {}
-    transport: Any = gradients.get("transport") or "flat"
-    kind: Any = transport if isinstance(transport, str) else transport["kind"]
+    kind = kind_of(trace.settings("gradients").get("transport") or "flat")
     kind = "flat" if kind == "auto" else kind
     if kind not in RECIPES:
         raise TraceError(
@@ -360,17 +361,11 @@ def traced_transport(trace: Trace) -> TransportKind:
     return cast(TransportKind, kind)
 
 
-def traced_accumulation(trace: Trace) -> int:
-    """Backward passes of an update, as the strategy of a trace says."""
-    settings = (trace.meta.get("strategy") or {}).get("gradients") or {}
-    return int(settings.get("accumulate", 1))
-
-
 def traced_sharding(trace: Trace) -> ShardedConfig | None:
     """The settings of ``sharded``, if a trace was recorded under it."""
     if traced_transport(trace) != "sharded":
         return None
-    transport = trace.meta["strategy"]["gradients"]["transport"]
+    transport = trace.settings("gradients")["transport"]
     config = Strategy.load({"gradients": {"transport": transport}}).gradients.transport
     assert isinstance(config, ShardedConfig)
     return config

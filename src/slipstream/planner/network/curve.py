@@ -154,11 +154,7 @@ class Curve(FrozenModel):
             points = tuple((num_bytes, 0.0) for num_bytes, _ in self.points)
             free = (Piece(start_bytes=0, startup=0.0, per_byte=0.0),)
             return type(self)(points=points, pieces=free, error_by_decade={}, trusted=True)
-        startup = self.latency
-        fitted = self.fit(
-            (m, min(t, startup) * latency + max(t - startup, 0.0) * bandwidth)
-            for m, t in self.points
-        )
+        fitted = self.fit(self._stretched(latency, bandwidth))
         doubts = {"trusted": self.trusted and fitted.trusted, "noise": self.noise}
         return fitted.model_copy(update=doubts)
 
@@ -172,11 +168,7 @@ class Curve(FrozenModel):
             >>> round(curve.seconds(2000), 6), round(curve.seconds(8000), 6)
             (0.005, 0.017)
         """
-        startup = self.latency
-        points = tuple(
-            (m, min(t, startup) * latency + max(t - startup, 0.0) * transfer)
-            for m, t in self.points
-        )
+        points = self._stretched(latency, transfer)
         pieces = tuple(
             piece.model_copy(
                 update={"startup": piece.startup * latency, "per_byte": piece.per_byte * transfer}
@@ -184,6 +176,14 @@ class Curve(FrozenModel):
             for piece in self.pieces
         )
         return self.model_copy(update={"points": points, "pieces": pieces})
+
+    def _stretched(self, latency: float, transfer: float) -> tuple[tuple[int, float], ...]:
+        """The points with the latency and the rest of their seconds multiplied."""
+        startup = self.latency
+        return tuple(
+            (m, min(t, startup) * latency + max(t - startup, 0.0) * transfer)
+            for m, t in self.points
+        )
 
 
 # The simulator evaluates one curve thousands of times: its logarithms are computed once.

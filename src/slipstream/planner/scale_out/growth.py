@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from slipstream.planner.iteration.model import seconds_of
 from slipstream.planner.iteration.transport_cost import (
     ALTERNATIVES,
     is_priced,
@@ -21,7 +22,7 @@ from slipstream.planner.scale_out.shape import FabricConfig
 from slipstream.planner.scale_out.stragglers import slowest
 from slipstream.planner.search import candidates
 from slipstream.planner.search.label import label
-from slipstream.planner.search.ranking import MARGIN, exactness, seconds_of
+from slipstream.planner.search.ranking import MARGIN, exactness
 from slipstream.strategy import (
     ByBytesConfig,
     FlatConfig,

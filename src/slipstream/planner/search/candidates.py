@@ -1,4 +1,4 @@
-"""The strategies worth comparing for one workload on one network, and short names for them.
+"""The strategies worth comparing for one workload on one network.
 
 ``ranking`` says which of them is best.
 """
@@ -11,8 +11,7 @@ from itertools import product
 import numpy as np
 
 from slipstream.gradients.layout import Gradient, plan_segments
-from slipstream.planner.iteration.plan import CommPlan
-from slipstream.planner.iteration.simulate import predict
+from slipstream.planner.iteration.model import seconds_of
 from slipstream.planner.iteration.transport_cost import (
     ALTERNATIVES,
     GATHERS,
@@ -156,7 +155,7 @@ def optimal_split(
 
     def seconds(cuts: Sequence[int]) -> float:
         strategy = seeds[0].with_gradients(split=ByIndexConfig.of_cuts(cuts), overlap=True)
-        return predict(workload, CommPlan.of(strategy, gradients, network.codecs), network)
+        return seconds_of(strategy, workload, network)
 
     sizes = [g.num_bytes for g in gradients]
     kind = transport_kind(seeds[0].gradients.transport)
@@ -209,10 +208,7 @@ def sharded(
             )
         ]
 
-    def seconds(strategy: Strategy) -> float:
-        return predict(workload, CommPlan.of(strategy, workload.gradients, network.codecs), network)
-
-    best = min(options, key=seconds)
+    best = min(options, key=lambda one: seconds_of(one, workload, network))
     split = optimal_split(workload, network, [best])
     return [base.with_gradients(transport=own), best.with_gradients(split=split)]
 

@@ -12,9 +12,7 @@ from typing import NamedTuple
 
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.planner.iteration.ensemble import EXTRAPOLATED, Ensemble
-from slipstream.planner.iteration.local_cost import local_seconds
-from slipstream.planner.iteration.plan import CommPlan
-from slipstream.planner.iteration.simulate import predict
+from slipstream.planner.iteration.model import seconds_of
 from slipstream.planner.iteration.transport_cost import (
     ExchangeCurve,
     num_replicated,
@@ -26,6 +24,7 @@ from slipstream.planner.network.profile import NetworkProfile
 from slipstream.planner.search.candidates import TOLERANCE
 from slipstream.strategy import (
     ByIndexConfig,
+    HalfWeightsConfig,
     ShardedConfig,
     Strategy,
     late_by,
@@ -242,7 +241,6 @@ class _Situation:
 
     def predict(self, strategy: Strategy) -> Prediction:
         workload, network = self.worlds[0]
-        plan = CommPlan.of(strategy, workload.gradients, network.codecs)
         seconds = [_mean_seconds(strategy, work, net, self.updates) for work, net in self.worlds]
         accumulate = strategy.gradients.accumulate
         pairs = zip(seconds, self.of_base, strict=True)
@@ -253,7 +251,8 @@ class _Situation:
             noise, drift = self.ensemble.noise, self.ensemble.drift
             offsets = (0.0, *self.ensemble.offsets)
             corrected = [one - off for one, off in zip(corrected, offsets, strict=True)]
-        computed = workload.computed(plan.half, network.half_speed)
+        half = isinstance(strategy.precision, HalfWeightsConfig)
+        computed = workload.computed(half, network.half_speed)
         return Prediction(
             strategy=strategy,
             seconds=seconds[0],
@@ -306,22 +305,9 @@ def _mean_seconds(
     """Seconds of an update, the mean over so many; None: in the long run."""
     seconds = seconds_of(strategy, workload, network)
     if late := late_share(strategy, updates):  # DGC's warm-up counts as dense, which it nearly is
-        dense = CommPlan.of(strategy.with_gradients(codec=None), workload.gradients)
-        seconds = (1 - late) * seconds + late * predict(workload, dense, network)
+        dense = seconds_of(strategy.with_gradients(codec=None), workload, network)
+        seconds = (1 - late) * seconds + late * dense
     return seconds
-
-
-def seconds_of(strategy: Strategy, workload: Workload, network: NetworkProfile) -> float:
-    """Predict an update in the long run.
-
-    Raises:
-        StrategyError: the strategy does not fit the gradients, or its codec was not measured.
-        ClusterError: the transport needs a network that was not measured.
-    """
-    if strategy.local is not None:
-        return local_seconds(strategy, workload, network)
-    plan = CommPlan.of(strategy, workload.gradients, network.codecs)
-    return predict(workload, plan, network)
 
 
 def _memory(strategy: Strategy, workload: Workload) -> int:
