@@ -363,10 +363,10 @@ class LocalTraining:
         first = min(self.updates, self._config.warm_up) * self.ranks.count
         return first + (self._meetings[0].counted if self._meetings else 0)
 
-    @property
-    def common_updates(self) -> int:
-        """Updates as all ranks count them alike."""
-        return self._met_updates if self._config.stretch else self.updates
+    def common_updates(self, *, left_out: bool) -> int:
+        """Count updates as all ranks do alike; ``left_out``: this rank skips one more, and has not
+        counted it yet."""
+        return self._met_updates if self._config.stretch else self.updates + left_out
 
     # The outer parameters.
 
