@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import slipstream
 from slipstream.errors import StrategyError
 from slipstream.planner.forecast import Forecast
+from slipstream.planner.iteration.local_cost import change_bytes
 from slipstream.planner.iteration.traced import traced_strategy
 from slipstream.planner.network.costs import CodecCost
 from slipstream.planner.search import rare_meetings
@@ -167,3 +168,24 @@ def restored_before_the_choice() -> list[Tensor]:
 def test_a_run_restored_before_the_choice_measures_anew(two: Ranks) -> None:
     for straight, resumed in two.run(restored_before_the_choice):
         assert torch.equal(straight, resumed)
+
+
+def traced_with_a_table(folder: str) -> None:
+    """A run whose largest parameter has sparse gradients, under plain averaging."""
+    model = nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Flatten(), nn.Linear(8, 1))
+    strategy = {"trace": {"steps": 2, "skip": 2, "folder": folder}}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with slipstream.accelerate(model, optimizer, None, strategy) as session:
+        for _ in range(5):
+            session.backward(model(torch.tensor([[1, 2]])).mean())
+            session.step()
+
+
+def test_a_trace_says_how_large_tables_with_sparse_gradients_are(
+    two: Ranks, tmp_path: Path
+) -> None:
+    two.run(traced_with_a_table, str(tmp_path))
+    trace = read(tmp_path / "trace.json")
+    assert trace.meta["sparse_bytes"] == 4 * 50 * 4
+    work = Forecast.of(trace, ethernet_profile(2)).workload
+    assert change_bytes(work) == 4 * (50 * 4 + 8 + 1)

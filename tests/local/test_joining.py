@@ -7,12 +7,15 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import LambdaLR
 
 import slipstream
 from slipstream.cli.store import open_store
@@ -153,6 +156,42 @@ def test_all_jobs_begin_with_the_model_that_their_script_loads() -> None:
     with ThreadPoolExecutor(2) as jobs:
         for outer in jobs.map(outer_of_a_loaded_model, [store.port] * 2, models, [loaded] * 2):
             assert torch.equal(outer, flat(loaded.parameters()))
+
+
+def trains_until(port: int, model: nn.Module, begun: Event, ended: Event) -> None:
+    local = {"steps": 2, "rendezvous": {"store": f"127.0.0.1:{port}", "at_least": 1}}
+    optimizer = sgd(model)
+    schedule = LambdaLR(optimizer, falling)
+    with slipstream.accelerate(model, optimizer, None, {"local": local}) as session:
+        while not ended.is_set():
+            session.backward(loss_of(model, 0, session.updates))
+            session.step()
+            schedule.step()
+            if session.updates == 3:
+                begun.set()
+
+
+def falling(update: int) -> float:
+    return 1 / (1 + update)
+
+
+def test_a_newcomer_is_told_of_a_schedule_that_begins_anew(tmp_path: Path) -> None:
+    store, begun, ended = open_store(0), Event(), Event()
+    first, model = build(), build()
+    local = {"steps": 2, "rendezvous": {"store": f"127.0.0.1:{store.port}", "at_least": 1}}
+    optimizer = sgd(model)
+    early = LambdaLR(optimizer, falling)
+    with ThreadPoolExecutor(1) as jobs:
+        other = jobs.submit(trains_until, store.port, first, begun, ended)
+        assert begun.wait(60)
+        with slipstream.accelerate(model, optimizer, None, {"local": local}) as session:
+            late = LambdaLR(optimizer, falling, last_epoch=session.updates - 1)
+            assert optimizer.param_groups[0]["lr"] == 0.1 * falling(session.updates)
+            saved = slipstream.Checkpoints(tmp_path, also={"early": early, "late": late})
+            with pytest.warns(UserWarning, match="no state of early, which begins anew"):
+                assert saved.restore(session) == session.updates
+            ended.set()
+        other.result()
 
 
 def restored_alone(port: int, model: nn.Module, state: dict[str, Any]) -> str:

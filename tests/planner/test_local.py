@@ -22,7 +22,7 @@ from slipstream.planner.search.ranking import rank
 from slipstream.planner.search.rare_meetings import ENOUGH, HARMLESS, RareMeetings, choose_meetings
 from slipstream.strategy import LocalConfig, Strategy
 from tests.harness.traces import by_hand
-from tests.planner.networks import ethernet_profile, profile
+from tests.planner.networks import MB, ethernet_profile, profile
 from tests.planner.workloads import workload
 
 SLOW = ethernet_profile(4).scaled(4, 1, 30e6)
@@ -46,6 +46,15 @@ def test_a_round_is_its_updates_and_what_no_delay_hides() -> None:
     exposed = max(0, quarter - alone)
     expected = alone + 4 * (exposed + stolen) / 8
     assert local_seconds(streamed, WORK, SLOW) == pytest.approx(expected)
+
+
+def test_a_change_is_dense_and_in_fp32() -> None:
+    whole = local_seconds(of(steps=8), workload(count=2), SLOW)
+    first = Gradient("0.weight", "0", MB)
+    table = workload(count=2, gradients=(first, Gradient("table", "table", 0)), sparse_bytes=MB)
+    assert local_seconds(of(steps=8), table, SLOW) == whole
+    narrow = workload(count=2, gradients=(first, Gradient("1.weight", "1", MB // 2, "bfloat16")))
+    assert local_seconds(of(steps=8), narrow, SLOW) == whole
 
 
 def test_a_codec_costs_its_bytes_and_its_time() -> None:

@@ -118,6 +118,7 @@ class Checkpoints:
         local = session.strategy.local
         if local is not None and local.rendezvous is not None and session.updates:
             self._seen = session.common_updates
+            contents.warn_of_joining(session.updates, self._also)
             return session.updates  # from the other jobs
         complaints: list[str] = []
         for path in reversed(self._found):

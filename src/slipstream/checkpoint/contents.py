@@ -136,6 +136,19 @@ def give_back(
     randomness.restore(mine["random"])
 
 
+def warn_of_joining(updates: int, also: Mapping[str, KeepsState]) -> None:
+    """Say what a job that has joined others begins anew: all but schedules that are where these
+    are."""
+    anew = [name for name, part in also.items() if getattr(part, "last_epoch", None) != updates]
+    if anew:
+        warnings.warn(
+            f"this job has joined others after {updates} updates, and has their model and "
+            f"optimizer, but no state of {', '.join(sorted(anew))}, which begins anew; make a "
+            "schedule after accelerate(), by last_epoch=session.updates - 1",
+            stacklevel=3,
+        )
+
+
 def _loader_of(session: AnySession) -> UnevenInputLoader | None:
     try:
         return session.loader

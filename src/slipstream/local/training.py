@@ -91,6 +91,7 @@ class LocalTraining:
         self._resumes = False  # it may load one that merges what was on its way
         self.evaluates = False
         self._versions = self._present_versions()  # of parameters, after the last update
+        self._own_norms: Sequence[torch.Tensor] = ()  # theirs, where a change is on its way
         self.own_state: Mapping[str, Any] | None = None
         engine.leave(not self.warms_up)
 
@@ -213,7 +214,7 @@ class LocalTraining:
             self._merge(lambda flight: flight.due <= self._clock)
         else:
             self._count(worked)
-        self._versions = self._present_versions()
+        self._note_parameters()
 
     @torch.no_grad()
     def send_ahead(self, worked: bool) -> None:
@@ -363,10 +364,10 @@ class LocalTraining:
         first = min(self.updates, self._config.warm_up) * self.ranks.count
         return first + (self._meetings[0].counted if self._meetings else 0)
 
-    @property
-    def common_updates(self) -> int:
-        """Updates as all ranks count them alike."""
-        return self._met_updates if self._config.stretch else self.updates
+    def common_updates(self, *, left_out: bool) -> int:
+        """Count updates as all ranks do alike; ``left_out``: this rank skips one more, and has not
+        counted it yet."""
+        return self._met_updates if self._config.stretch else self.updates + left_out
 
     # The outer parameters.
 
@@ -499,7 +500,7 @@ class LocalTraining:
         parts = own["meetings"] if own else [None] * len(self._meetings)
         for meeting, shared, mine in zip(self._meetings, state["meetings"], parts, strict=True):
             meeting.load(shared, mine)
-        self._versions = self._present_versions()
+        self._note_parameters()
 
     @torch.no_grad()
     def parameters_loaded(self) -> None:
@@ -556,8 +557,9 @@ class LocalTraining:
     @contextmanager
     def _keeping_what_was_written(self) -> Iterator[None]:
         """Keep parameters and buffers that the script has written since the last update, the best
-        it knows, say: a meeting on its way is not of them."""
-        if self._versions == self._present_versions():
+        it knows, say: a meeting on its way is not of them. Those that it has put back, as after an
+        evaluation of their average, are as the update left them."""
+        if self._versions == self._present_versions() or self._are_put_back():
             yield
             return
         kept = [(meeting.read(), meeting.buffers.read()) for meeting in self._meetings]
@@ -565,6 +567,19 @@ class LocalTraining:
         for meeting, (values, buffers) in zip(self._meetings, kept, strict=True):
             meeting.write(values)
             meeting.buffers.write(buffers)
+
+    def _note_parameters(self) -> None:
+        """Note what tells whether a script writes parameters before the next update."""
+        flies = any(meeting.flight is not None for meeting in self._meetings)
+        self._versions = self._present_versions()
+        self._own_norms = self._present_norms() if flies else ()
+
+    def _are_put_back(self) -> bool:
+        norms = zip(self._own_norms, self._present_norms(), strict=False)
+        return bool(self._own_norms) and all(torch.equal(then, now) for then, now in norms)
+
+    def _present_norms(self) -> Sequence[torch.Tensor]:
+        return torch._foreach_norm([t.parameter.detach() for t in self._trained])
 
     def _present_versions(self) -> list[tuple[int, int]]:
         """List the parameters' versions and places: torch does not count where ``data`` is set."""

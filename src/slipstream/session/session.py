@@ -463,7 +463,7 @@ class Session(Generic[M, O]):
             True
         """
         self._must_be_open("evaluating")
-        self._loop.settle()  # an update that the script has skipped ends before, not inside
+        self._loop.leave_out()  # an update that the script has skipped ends before, not inside
         with self._loop.whole.evaluating():
             yield
 
@@ -512,7 +512,10 @@ class Session(Generic[M, O]):
         `all_updates`."""
         self._must_be_open("common_updates")
         local = self._loop.local
-        return self._loop.steps if local is None else local.common_updates
+        if local is None:
+            return self._loop.steps
+        # a script may zero the gradients later of an update that this rank alone has skipped
+        return local.common_updates(left_out=self._loop.left_out)
 
     @property
     def skipped(self) -> int:

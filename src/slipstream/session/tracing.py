@@ -342,7 +342,15 @@ def _metadata(
             }
             for g in gradients
         ],
+        "sparse_bytes": _sparse_bytes(model, gradients),
     }
+
+
+def _sparse_bytes(model: nn.Module, gradients: Sequence[Gradient]) -> int:
+    """Bytes of the parameters with sparse gradients, in fp32 or wider."""
+    sparse = {g.name for g in gradients if not g.num_bytes}
+    named = [(n, p) for n, p in model.named_parameters() if n in sparse]
+    return sum(p.numel() * max(p.itemsize, 4) for _, p in named)
 
 
 def _convolutions(model: nn.Module) -> float:

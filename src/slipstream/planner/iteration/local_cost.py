@@ -23,6 +23,7 @@ from slipstream.strategy import Int4Config, LocalConfig, PlainCodecConfig, Strat
 
 WEIGHTS = 16.0
 """Bytes of what ranks tell each other before they exchange a fragment."""
+NARROW = ("bfloat16", "float16")
 
 
 def local_seconds(strategy: Strategy, workload: Workload, network: NetworkProfile) -> float:
@@ -47,7 +48,7 @@ def _fragment_seconds(
     strategy: Strategy, config: LocalConfig, workload: Workload, network: NetworkProfile
 ) -> float:
     cost = _cost(config, network)
-    num_bytes = sum(g.num_bytes for g in workload.gradients) / config.fragments
+    num_bytes = change_bytes(workload) / config.fragments
     curve = ExchangeCurve.of(transport_kind(strategy.gradients.transport), network)
     # the weights of the ranks travel first, by themselves
     wire = float(curve.seconds_of(np.array([WEIGHTS, num_bytes * cost.ratio])).sum())
@@ -57,8 +58,23 @@ def _fragment_seconds(
 def local_bytes(strategy: Strategy, workload: Workload, network: NetworkProfile) -> float:
     """Bytes of changes that stand for a rank's gradients, an update."""
     assert strategy.local is not None
-    num_bytes = sum(g.num_bytes for g in workload.gradients)
+    num_bytes = change_bytes(workload)
     return num_bytes * _cost(strategy.local, network).ratio / strategy.local.steps
+
+
+def change_bytes(workload: Workload) -> int:
+    """Bytes of a change of the whole model: in fp32 where gradients have 16 bits, and dense.
+
+    Example:
+        >>> from slipstream.gradients.layout import Gradient
+        >>> one = np.ones(2)
+        >>> given = (Gradient("a", "a", 8, "bfloat16"), Gradient("table", "table", 0))
+        >>> rest = (one, one, one, np.ones((2, 2)), one, one, one)
+        >>> change_bytes(Workload(given, *rest, sparse_bytes=100))
+        116
+    """
+    wide = (g.num_bytes * (2 if g.dtype in NARROW else 1) for g in workload.gradients)
+    return sum(wide) + workload.sparse_bytes
 
 
 def _cost(config: LocalConfig, network: NetworkProfile) -> CodecCost:
