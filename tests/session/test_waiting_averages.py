@@ -105,6 +105,31 @@ def test_sums_that_one_rank_throws_away_in_no_sync_are_no_skipped_update(two: Ra
     assert two.run(thrown_away_on_one_rank) == [0, 0]
 
 
+def left_out_and_zeroed_inside(gradients: dict[str, Any], skips: bool) -> list[torch.Tensor]:
+    rank, (model, optimizer, session) = dist.get_rank(), opened(gradients)
+    left_out, one, two = (batch[rank] for batch in batches(3))
+    with session:
+        if skips:
+            session.backward(loss_of(model, left_out))
+        with session.no_sync():
+            optimizer.zero_grad()
+            session.backward(loss_of(model, one))
+        session.backward(loss_of(model, two))
+        assert session.step()
+        assert (session.updates, session.skipped) == (1, skips)
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_a_skipped_update_may_be_zeroed_in_no_sync(two: Ranks, codec: str | None) -> None:
+    """As by Lightning, whose loss scaler skips an update before a window of several passes."""
+    skipped, never = (
+        two.run(left_out_and_zeroed_inside, {"codec": codec}, s) for s in (True, False)
+    )
+    for ours, others in zip(skipped, never, strict=True):
+        assert all(map(torch.equal, ours, others))
+
+
 def plain_backward_in_no_sync(zeroed: str) -> None:
     rank, (model, optimizer, session) = dist.get_rank(), opened({})
     one, two, three = (batch[rank] for batch in batches(3))

@@ -375,7 +375,9 @@ class TrainingLoop:
     def settle(self, *, in_forward: bool = False) -> None:
         """End an update whose gradients the script has zeroed: it has skipped it, unless another
         optimizer has made it. ``in_forward``: a graph waits for its backward."""
-        if self._backward_done and self.update_follows and self._zeroing.done_since:
+        # the script may be in no_sync() by now, where Lightning zeroes
+        due = self._exchanged or self.update_follows
+        if self._backward_done and due and self._zeroing.done_since:
             if self._alone:
                 self._forget_look()
             else:
