@@ -1,6 +1,6 @@
 """The state of an exchange under FSDP2: what codecs have not sent yet, a part for each rank.
 
-It lies under a key of its rank, and has a tensor from the first update on: DCP
+It lies under a key of its rank, and has its tensors before the first update, too: DCP
 (``torch.distributed.checkpoint``) keeps one value for each key of all ranks, and loads into tensors
 that are there.
 """
