@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from pydantic import BaseModel
 from rich.console import Console
 from torch import nn
@@ -283,32 +284,41 @@ def test_codecs_train(codec: object, two: Ranks) -> None:
 CODED = {"gradients": {"codec": {"kind": "int4", "block": 8}}}
 
 
-def resumed() -> bool:
-    """Whether a run that is saved and loaded halfway goes on bit for bit, with a hole in it."""
+def resumed(folder: str) -> bool:
+    """Whether a run that is saved and loaded halfway goes on bit for bit, with a hole in it; in a
+    ``folder`` by torch's distributed checkpoints."""
     model, optimizer = made()
     with accelerate_fsdp(model, optimizer, CODED) as exchange:
         plainly(model, optimizer, 3)
         saved = exchange.state_dict()
+        if folder:
+            dcp.save({"exchange": exchange}, checkpoint_id=folder)
         kept = [p.to_local().clone() for p in model.parameters()]  # type: ignore[attr-defined]
         state = copy.deepcopy(optimizer.state_dict())
         plainly(model, optimizer, 3)
         last = whole(model)
-    assert saved["updates"] == 3
-    assert all(unit["error"].abs().sum() > 0 for unit in saved["units"].values())
+    [state_of_this_rank] = saved.values()
+    assert state_of_this_rank["updates"] == 3
+    units = state_of_this_rank["units"].values()
+    assert all(unit["error"].abs().sum() > 0 for unit in units)
     again, optimizer = made()
     with torch.no_grad():
         for parameter, value in zip(again.parameters(), kept, strict=True):
             parameter.to_local().copy_(value)  # type: ignore[attr-defined]
     optimizer.load_state_dict(state)
     with accelerate_fsdp(again, optimizer, CODED) as exchange:
-        exchange.load_state_dict(saved)
+        if folder:
+            dcp.load({"exchange": exchange}, checkpoint_id=folder)
+        else:
+            exchange.load_state_dict(saved)
         plainly(again, optimizer, 3)
         assert exchange.updates == 6
     return all(torch.equal(a, b) for a, b in zip(last, whole(again), strict=True))
 
 
-def test_a_saved_run_goes_on_bit_for_bit(two: Ranks) -> None:
-    assert two.run(resumed) == [True, True]
+@pytest.mark.parametrize("by_dcp", [False, True])
+def test_a_saved_run_goes_on_bit_for_bit(two: Ranks, tmp_path: Path, *, by_dcp: bool) -> None:
+    assert two.run(resumed, str(tmp_path) if by_dcp else "") == [True, True]
 
 
 def closed() -> list[bool]:
@@ -442,7 +452,7 @@ def refusals() -> dict[str, str]:
     with opened(model, CODED) as exchange:
         refused("width", ModelError, lambda: model.blocks[0](torch.ones(2, 6))[0, 0].backward())
         state = exchange.state_dict()
-        other = {**state, "rank": 7}
+        other = {"rank 7 of 2": {}}
         refused("state", UsageError, lambda: exchange.load_state_dict(other))
     with opened(model) as exchange:
         refused("modules", UsageError, lambda: exchange.load_state_dict(state))

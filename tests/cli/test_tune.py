@@ -18,6 +18,8 @@ from slipstream.errors import LaunchError
 from slipstream.planner.network.profile import NetworkProfile
 from slipstream.planner.search import candidates
 from slipstream.strategy import Strategy
+from slipstream.strategy.codec import SCATTERED
+from slipstream.trace import chrome
 from slipstream.tuner import exact_search, tune
 from tests.cli.running import SMALL
 from tests.planner.networks import ethernet_profile as cluster
@@ -41,6 +43,29 @@ session = slipstream.accelerate(model, optimizer)
 while True:
     session.backward(session.model(torch.ones(8, 256)).square().mean())
     session.step()
+"""
+
+SHARDED = """
+import os, pathlib, time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from slipstream.adapters.fsdp2 import accelerate_fsdp
+
+coded = "codec" in pathlib.Path(os.environ["SLIPSTREAM_STRATEGY"]).read_text()
+dist.init_process_group("gloo")
+mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+for module in (model[0], model):
+    fully_shard(module, mesh=mesh)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+accelerate_fsdp(model, optimizer)
+while True:
+    time.sleep(0.0 if coded else 1.0)
+    model(torch.ones(8, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 """
 
 
@@ -119,6 +144,24 @@ def test_it_measures_real_ranks_and_writes_what_it_found(slipstream, monkeypatch
     assert "all-gather" in measured
     assert measured.count("written to ") == 1
     assert marked(marker) == []
+
+
+@pytest.mark.timeout(600)
+def test_under_fully_shard_a_codec_is_measured_and_taken(slipstream, monkeypatch, forks) -> None:
+    monkeypatch.setattr(tune, "SCATTERED", SCATTERED[1:2])  # one of four, and no pairs
+    monkeypatch.setattr(tune.Tuner, "_compare", lambda self, one: (0.5, 0.5, 0.5))
+    Path("sharded.py").write_text(SHARDED)
+    given = ["--steps", "2", "--budget", "1h", "--allow-lossy"]
+    code, out, err = slipstream(*given, "--", "sharded.py")
+    assert code == 0, err
+    log = json.loads(Path("trials.json").read_text())
+    assert [trial["status"] for trial in log] == ["measured"] * 2
+    assert "(lossy) is 50.0% faster than the baseline" in " ".join(out.split())
+    codec = Strategy.load("strategy.yaml").gradients.codec
+    assert type(codec) is SCATTERED[1]
+    traces = sorted(Path().glob("slipstream-logs/tune-*/*/trace.json"))
+    taken = [chrome.read(trace).meta["strategy"] for trace in traces]
+    assert taken == [{}, {"gradients": {"codec": codec.document()}}]
 
 
 def test_a_script_that_never_steps_ends_in_a_box(slipstream, forks) -> None:

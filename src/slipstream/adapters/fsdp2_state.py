@@ -1,4 +1,9 @@
-"""The state of an exchange under FSDP2: what codecs have not sent yet, a part for each rank."""
+"""The state of an exchange under FSDP2: what codecs have not sent yet, a part for each rank.
+
+It lies under a key of its rank, and has its tensors before the first update, too: DCP
+(``torch.distributed.checkpoint``) keeps one value for each key of all ranks, and loads into tensors
+that are there.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +22,12 @@ def state_of(units: Sequence[Unit], updates: int) -> dict[str, Any]:
         unit.name: {
             "calls": unit.compressor.calls,
             "parameters": unit.trainable,
-            "error": None if (e := unit.compressor.error) is None else e.clone(),
+            "error": unit.owed(),
         }
         for unit in units
         if unit.compressor is not None
     }
-    ranks = dist.get_rank(), dist.get_world_size()
-    return {"rank": ranks[0], "ranks": ranks[1], "updates": updates, "units": coded}
+    return {_this_rank(): {"updates": updates, "units": coded}}
 
 
 def load_state(units: Sequence[Unit], state: Mapping[str, Any]) -> int:
@@ -32,18 +36,14 @@ def load_state(units: Sequence[Unit], state: Mapping[str, Any]) -> int:
     Raises:
         UsageError: the state is of another rank, of another number of ranks, or of other modules.
     """
-    if missing := sorted({"rank", "ranks", "updates", "units"} - {*state}):
+    here = _this_rank()
+    if here not in state:
         raise UsageError(
-            f"this state lacks {', '.join(missing)}; allowed: what state_dict() of this exchange "
-            "returned on this rank"
+            f"this state is of {', '.join([*state][:3]) or 'nothing'}, this is {here}; allowed: "
+            "what state_dict() returned on the same rank of as many: what a codec has not sent yet "
+            "differs from rank to rank"
         )
-    here, there = (dist.get_rank(), dist.get_world_size()), (state["rank"], state["ranks"])
-    if here != there:
-        raise UsageError(
-            f"this state is of rank {there[0]} of {there[1]}, this is rank {here[0]} of "
-            f"{here[1]}: what a codec has not sent yet differs from rank to rank; save and "
-            "load one state a rank, and train on as many ranks"
-        )
+    state = state[here]
     coded = {unit.name: unit for unit in units if unit.compressor is not None}
     if coded.keys() != state["units"].keys():
         raise UsageError(
@@ -67,3 +67,7 @@ def load_state(units: Sequence[Unit], state: Mapping[str, Any]) -> int:
         compressor.error = None if error is None else error.clone()
     updates: int = state["updates"]
     return updates
+
+
+def _this_rank() -> str:
+    return f"rank {dist.get_rank()} of {dist.get_world_size()}"

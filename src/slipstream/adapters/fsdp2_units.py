@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -14,6 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from slipstream.codecs import Int8Codec, OneBitCodec, Ranks, ScatterCompressor
+from slipstream.codecs.compressor import real_dtype
 from slipstream.codecs.int4 import Int4Codec
 from slipstream.errors import ModelError
 from slipstream.strategy import CodecVariant, Int4Config, Int8Config, OneBitConfig
@@ -49,6 +51,19 @@ class Unit:
         """Values of a rank's part of the gradients, where every trainable parameter has one."""
         params = [p for p in self.group.fsdp_params if p.sharded_param.requires_grad]
         return sum(p.padded_sharded_param_size.numel() for p in params)
+
+    def owed(self) -> torch.Tensor | None:
+        """A copy of what the codec has not sent yet, zeros before it has sent anything; None: it
+        owes nothing, now or later."""
+        compressor, width = self.compressor, self.width
+        if compressor is not None and compressor.error is not None:
+            return compressor.error.clone()
+        if compressor is None or not compressor.feedback or not width:
+            return None
+        policy = self.group.mp_policy
+        own = next(p for p in self.group.fsdp_params if p.sharded_param.requires_grad)
+        dtype = policy.reduce_dtype or policy.param_dtype or own.sharded_param.dtype
+        return torch.zeros(self.ranks.count - 1, width, dtype=real_dtype(dtype))
 
     def path(self, param: FSDPParam) -> str:
         """The path of a parameter in the model."""
