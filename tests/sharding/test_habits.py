@@ -186,6 +186,23 @@ def test_a_group_may_be_added(two: Ranks) -> None:
     assert two.run(group_added, "sharded") == two.run(group_added, "direct")
 
 
+def own_gradients(transport: str) -> str:
+    """Never calls ``backward()``, as a script that follows other models (Reptile)."""
+    model = build()
+    update = OPTIMIZERS["sgd"](model.parameters())
+    with session_on(model, update, transport, compute={"fuse_optimizer": True}):
+        for step in (1, 2):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.1 * step)
+            update.step()
+            update.zero_grad()
+    return digest(model)
+
+
+def test_gradients_of_the_script_s_own(two: Ranks) -> None:
+    assert two.run(own_gradients, "sharded") == two.run(own_gradients, "direct")
+
+
 def two_sessions(transport: str) -> list[str]:
     models = [build(), build()]
     sessions = [session_on(m, OPTIMIZERS["sgd"](m.parameters()), transport) for m in models]

@@ -87,7 +87,7 @@ class ShardedModel(WholeModel):
                 "compute with shards of the parameters; use transport: direct"
             )
         self._hooks.check()
-        self.complete()
+        self._catch_up()
         if not self._state.is_cut:
             self._state.cut()
         self._shards.adopt()
@@ -189,6 +189,9 @@ class ShardedModel(WholeModel):
         and the ranks equal, also where it raised on some alone.
         """
         self._hooks.arrange()
+        self._catch_up()
+
+    def _catch_up(self) -> None:
         if self._stepping:
             self._restore()
             layerwise = isinstance(self._optimizer, Layerwise)  # whose ranks wait inside the step
