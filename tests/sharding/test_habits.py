@@ -203,6 +203,24 @@ def test_gradients_of_the_script_s_own(two: Ranks) -> None:
     assert two.run(own_gradients, "sharded") == two.run(own_gradients, "direct")
 
 
+def loaded_after_an_update(transport: str) -> Any:
+    """While the new values of parameters are still on their way."""
+    model = build()
+    update = OPTIMIZERS["sgd"](model.parameters())
+    saved = copy.deepcopy(update.state_dict())
+    half = {"kind": "half_weights", "exchange": "fp32"}
+    with session_on(model, update, transport, precision=half) as session:
+        for step in range(3):
+            session.backward(model(batch(step, session.rank)).float())
+            session.step()
+            update.load_state_dict(copy.deepcopy(saved))
+    return digest(model)
+
+
+def test_an_optimizer_with_half_weights_loads_a_state_after_an_update(two: Ranks) -> None:
+    assert two.run(loaded_after_an_update, "sharded") == two.run(loaded_after_an_update, "direct")
+
+
 def two_sessions(transport: str) -> list[str]:
     models = [build(), build()]
     sessions = [session_on(m, OPTIMIZERS["sgd"](m.parameters()), transport) for m in models]

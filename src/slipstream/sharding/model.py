@@ -77,6 +77,8 @@ class ShardedModel(WholeModel):
         self._hooks = InnerHooks(optimizer, self._step_begins, self._step_ends)
         self._hooks.arrange()
         self._leave = attach(model.register_forward_pre_hook, _Entrance(gather.finish))
+        # Ahead of those of half weights, which exchange the data of parameters meanwhile.
+        self._load = optimizer.register_load_state_dict_pre_hook(self._load_begins, prepend=True)
 
     # The update.
 
@@ -233,6 +235,9 @@ class ShardedModel(WholeModel):
                 "numbers, as torch.zeros(())"
             )
 
+    def _load_begins(self, *_: object) -> None:
+        self._gather.finish()
+
     def load_full_optimizer_state_dict(self, state: dict[str, Any]) -> None:
         is_part(state)
         self._optimizer.load_state_dict(state)  # a hook cuts it
@@ -265,6 +270,7 @@ class ShardedModel(WholeModel):
         self._gather.close()
         self._hooks.remove()
         self._leave()
+        self._load.remove()
         if isinstance(self._optimizer, Layerwise):
             self._optimizer.sum_squares = None
 
