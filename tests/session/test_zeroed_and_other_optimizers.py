@@ -58,6 +58,34 @@ def test_gradients_zeroed_in_place(two: Ranks, transport: str) -> None:
     two.run(zeroed_to_zeros, transport)
 
 
+def zeros_left(transport: str | None) -> list[torch.Tensor]:
+    """The last layer, unused in the third update, moves on by its momentum; None: plain."""
+    model = model_of()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    given = {"gradients": {"transport": transport}}
+    session: Any = (
+        None if transport is None else slipstream.accelerate(model, optimizer, None, given)
+    )
+    for number, batch in enumerate(batches(5)):
+        used: Any = model[:2] if number == 2 else model  # type: ignore[index]
+        if session is None:
+            torch.stack([loss_of(used, x) for x in batch]).mean().backward()
+        else:
+            session.backward(loss_of(used, batch[dist.get_rank()]))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    if session is not None:
+        session.close()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_zeros_that_a_script_leaves_are_gradients(two: Ranks, transport: str) -> None:
+    expected = zeros_left(None)
+    for found in two.run(zeros_left, transport):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def zeroed_at_the_top(to_none: bool, transport: str = "flat") -> str:
     model, optimizer, session = opened({"accumulate": 2, "transport": transport})
     rank = dist.get_rank() if dist.is_initialized() else 0

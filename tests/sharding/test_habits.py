@@ -186,6 +186,41 @@ def test_a_group_may_be_added(two: Ranks) -> None:
     assert two.run(group_added, "sharded") == two.run(group_added, "direct")
 
 
+def own_gradients(transport: str) -> str:
+    """Never calls ``backward()``, as a script that follows other models (Reptile)."""
+    model = build()
+    update = OPTIMIZERS["sgd"](model.parameters())
+    with session_on(model, update, transport, compute={"fuse_optimizer": True}):
+        for step in (1, 2):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.1 * step)
+            update.step()
+            update.zero_grad()
+    return digest(model)
+
+
+def test_gradients_of_the_script_s_own(two: Ranks) -> None:
+    assert two.run(own_gradients, "sharded") == two.run(own_gradients, "direct")
+
+
+def loaded_after_an_update(transport: str) -> Any:
+    """While the new values of parameters are still on their way."""
+    model = build()
+    update = OPTIMIZERS["sgd"](model.parameters())
+    saved = copy.deepcopy(update.state_dict())
+    half = {"kind": "half_weights", "exchange": "fp32"}
+    with session_on(model, update, transport, precision=half) as session:
+        for step in range(3):
+            session.backward(model(batch(step, session.rank)).float())
+            session.step()
+            update.load_state_dict(copy.deepcopy(saved))
+    return digest(model)
+
+
+def test_an_optimizer_with_half_weights_loads_a_state_after_an_update(two: Ranks) -> None:
+    assert two.run(loaded_after_an_update, "sharded") == two.run(loaded_after_an_update, "direct")
+
+
 def two_sessions(transport: str) -> list[str]:
     models = [build(), build()]
     sessions = [session_on(m, OPTIMIZERS["sgd"](m.parameters()), transport) for m in models]

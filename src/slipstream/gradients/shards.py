@@ -190,12 +190,22 @@ class Shards:
         """A backward pass begins: gradients of this rank may accumulate, and exchanges overwrite
         the memory in which averages arrived."""
         if not self.delivered:  # what this rank has gathered since stays
+            self._keep_zeros()
             return
         self.adopt()
         self.delivered = False
         for parameter, gradient in self.gradients.items():
             parameter.grad = None
             self.gradients[parameter] = gradient.clone()
+
+    def _keep_zeros(self) -> None:
+        """Add the next average to zeros where a script has zeroed the last one in place."""
+        for parameter in self.names:
+            if isinstance(parameter.grad, ShardedGradient):
+                parameter.grad = None
+                dtype = parameter.grad_dtype or parameter.dtype
+                zeros = parameter.new_zeros(self.shape(parameter), dtype=dtype)
+                self.gradients[parameter] = zeros.detach()
 
     def clear(self) -> None:
         """The averages were used."""

@@ -211,7 +211,9 @@ class TrainingLoop:
             raise messages.gradients_kept()
         if self._used:
             self._dropped = {p for p in self._parameters if not is_zero(p)}
-            self._clear()
+            for parameter in self._dropped:  # those of zero stay, by which an optimizer decays
+                parameter.grad = None
+            self._used = False
         elif self._dropped:  # those that the script has zeroed since begin anew
             self._dropped = {p for p in self._dropped if not is_zero(p)}
         if given not in (1.0, self.window.loss_scale):

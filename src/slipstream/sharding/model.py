@@ -77,6 +77,8 @@ class ShardedModel(WholeModel):
         self._hooks = InnerHooks(optimizer, self._step_begins, self._step_ends)
         self._hooks.arrange()
         self._leave = attach(model.register_forward_pre_hook, _Entrance(gather.finish))
+        # Ahead of those of half weights, which exchange the data of parameters meanwhile.
+        self._load = optimizer.register_load_state_dict_pre_hook(self._load_begins, prepend=True)
 
     # The update.
 
@@ -87,7 +89,7 @@ class ShardedModel(WholeModel):
                 "compute with shards of the parameters; use transport: direct"
             )
         self._hooks.check()
-        self.complete()
+        self._catch_up()
         if not self._state.is_cut:
             self._state.cut()
         self._shards.adopt()
@@ -189,6 +191,9 @@ class ShardedModel(WholeModel):
         and the ranks equal, also where it raised on some alone.
         """
         self._hooks.arrange()
+        self._catch_up()
+
+    def _catch_up(self) -> None:
         if self._stepping:
             self._restore()
             layerwise = isinstance(self._optimizer, Layerwise)  # whose ranks wait inside the step
@@ -230,6 +235,9 @@ class ShardedModel(WholeModel):
                 "numbers, as torch.zeros(())"
             )
 
+    def _load_begins(self, *_: object) -> None:
+        self._gather.finish()
+
     def load_full_optimizer_state_dict(self, state: dict[str, Any]) -> None:
         is_part(state)
         self._optimizer.load_state_dict(state)  # a hook cuts it
@@ -262,6 +270,7 @@ class ShardedModel(WholeModel):
         self._gather.close()
         self._hooks.remove()
         self._leave()
+        self._load.remove()
         if isinstance(self._optimizer, Layerwise):
             self._optimizer.sum_squares = None
 

@@ -231,6 +231,18 @@ def test_an_optimizer_that_needs_a_closure_is_refused():
         optimizer_bytes(torch.optim.LBFGS([nn.Parameter(torch.ones(2))]))
 
 
+class OfModel(torch.optim.SGD):
+    """Takes a model, as AdamMini does."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), lr=0.1)
+
+
+def test_an_optimizer_that_is_made_of_a_model_is_refused():
+    with pytest.raises(ModelError, match="state of OfModel cannot be computed on the meta device"):
+        optimizer_bytes(OfModel(nn.Linear(2, 2)))
+
+
 @pytest.mark.parametrize("name", REAL)
 def test_the_estimated_largest_batch_is_found_by_trying(name):
     model = built(name)

@@ -156,6 +156,26 @@ class InPlace(Attention):
         return x + self.out(self.into(x).relu_()[:, :6])
 
 
+class Adds(nn.Module):
+    """Adds to what a product of batches of matrices returns, of which torch counts no writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.matmul(x, x.transpose(-1, -2))
+        y += 1.0
+        return self.out(y)
+
+
+def test_a_kept_product_of_batches_that_is_added_to_is_refused() -> None:
+    model = nn.Sequential(Adds(), Adds())
+    recompute(model, EveryConfig(keep=("matmul",)))
+    with pytest.raises(UsageError, match=r"recompute keep: .* changed in place"):
+        model(torch.ones(2, 3, 6, 6)).sum().backward()
+
+
 def test_errors_of_torch_say_what_to_do() -> None:
     model = nn.Sequential(InPlace(6), InPlace(6))
     recompute(model, EveryConfig(keep=("matmul",)))

@@ -204,7 +204,7 @@ def optimizer_bytes(optimizer: Optimizer) -> int:
     try:
         meta_optimizer = type(optimizer)(groups, **given)
         meta_optimizer.step()
-    except (NotImplementedError, RuntimeError, TypeError) as error:
+    except Exception as error:  # its class may take, and refuse, anything
         raise ModelError(
             f"the state of {type(optimizer).__name__} cannot be computed on the meta device: "
             f"{error}; make one update, and add up the bytes of optimizer.state"

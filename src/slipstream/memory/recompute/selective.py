@@ -5,7 +5,7 @@ Built on torch's selective activation checkpointing, which stores the results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 from slipstream.errors import UsageError
+from slipstream.pytree import tensors
 from slipstream.strategy.memory import KeptOperation
 
 _aten = torch.ops.aten
@@ -57,10 +58,17 @@ def contexts(
             backward a second time.
     """
 
+    kept: set[int] = set()  # their memory: torch counts no writes through what matmul makes of it
+
     def policy(
-        _: SelectiveCheckpointContext, function: Any, *args: Any, **kwargs: Any
+        context: SelectiveCheckpointContext, function: Any, *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:
+        if not context.is_recompute and any(
+            _memory(written) in kept for written in _written(function, args, kwargs)
+        ):
+            raise UsageError(f"memory.recompute keep: {_ADVICE['has been mutated']}")
         if _operation(function, args, kwargs) in keep:
+            kept.update(map(_memory, tensors(context.op_output)))
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -103,6 +111,23 @@ def _operation(
         return _OPERATIONS.get(function)
     dropout = kwargs.get("dropout_p", args[position] if len(args) > position else 0.0)
     return None if dropout else "attention"
+
+
+def _written(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[torch.Tensor]:
+    """The tensors among its arguments that an operation writes into."""
+    if not function._schema.is_mutable:
+        return
+    for position, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield from (t for t in tensors(given) if t.layout is torch.strided)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    storage: Any = tensor.untyped_storage()
+    return int(storage._cdata)
 
 
 class _WithAdvice:
