@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +87,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         of_file[item.path] |= found
         for mark in sorted(found):
             item.add_marker(mark)
-    # The longest files first, so that short ones fill the end evenly: processes, ranks, all others.
-    items.sort(key=lambda item: (not of_file[item.path] - {"ranks"}, not of_file[item.path]))
+    turns = _turns(of_file)
+    items.sort(key=lambda item: turns[item.path])
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_gpu():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _turns(of_file: Mapping[Path, set[str]]) -> dict[Path, float]:
+    """When a file's turn is. The longest come first, so that short ones fill the end evenly; those
+    whose processes wait, and those whose ranks compute, in turn, so that no core is idle."""
+    turns = dict.fromkeys(of_file, 1.0)
+    waiting = [path for path, found in of_file.items() if found - {"ranks"}]
+    computing = [path for path, found in of_file.items() if found == {"ranks"}]
+    for paths in (waiting, computing):
+        turns |= {path: number / len(paths) for number, path in enumerate(paths)}
+    return turns
 
 
 def pytest_collection_finish() -> None:

@@ -242,6 +242,8 @@ def test_large_values_are_finite():
     largest = torch.finfo(torch.float32).max
     assert all_finite([torch.full((100,), largest), torch.full((2**15,), -largest)])
     assert all_finite([])
+    assert not all_finite([torch.tensor([complex(torch.inf, 0.0)]).conj()])
+    assert all_finite([torch.tensor([1.0 + 2.0j]).conj()])
     assert all_finite([torch.zeros(0), torch.zeros(3)])
 
 

@@ -14,8 +14,8 @@ from torch import nn
 
 import slipstream
 from slipstream.errors import ClusterError
-from slipstream.planner import forecast
 from slipstream.planner.forecast import Forecast
+from slipstream.planner.iteration import model as iteration_model
 from slipstream.planner.iteration.plan import CommPlan
 from slipstream.planner.iteration.workload import Workload
 from slipstream.planner.network.profile import NetworkProfile
@@ -79,7 +79,7 @@ def train(
         patch.setattr(Switch, "start", started)
         patch.setattr(online_search, "CALIBRATION_SECONDS", 0.2)
         patch.setattr(Forecast, "optimal_split", lambda *_: ByIndexConfig(last=(3, 11)))
-        patch.setattr(forecast, "predict", fewer_is_slower)
+        patch.setattr(iteration_model, "predict", fewer_is_slower)
         if seconds:
             windows = iter(seconds)
             patch.setattr(online_search, "iterations", lambda trace: [next(windows)])

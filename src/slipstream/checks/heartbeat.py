@@ -76,7 +76,7 @@ class Heartbeat:
         rank, world_size, host = cluster.rank, cluster.world_size, here.host
         self.rank, self.world_size, self.host = rank, world_size, host
         first = rank - here.local_rank
-        # They may share this host, and see whether its process computes.
+        # These ranks may share this host: they see whether its process computes.
         self.near = range(first, first + here.local_world_size)
         self.timeout, self.folder = timeout, folder
         self.interval = interval_of(timeout) * max(1.0, world_size / 500)
@@ -84,7 +84,7 @@ class Heartbeat:
         connection: Store = cluster.store.clone()  # type: ignore[attr-defined]
         self._store = PrefixStore(f"slipstream/heartbeat/{name}", connection)
         self._closing, self._known, self._told = (threading.Event() for _ in range(3))
-        # A thread that waits for such a device computes, so that computing is no sign of life.
+        # A thread that waits for a GPU spins: computing is then no sign of life.
         self._spins = cluster.device.type != "cpu"
         self._own = OwnView(rank, host, progress, spins=self._spins, window=self._window)
         self._reached = time.monotonic()

@@ -22,10 +22,14 @@ def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
     values = [_real(stored(gradient)) for gradient in gradients]
     small = [v for v in values if v.numel() < SMALL and v.numel() and v.is_floating_point()]
     large = [v for v in values if v.numel() >= SMALL or not v.is_floating_point()]
-    if small and not torch.stack(torch._foreach_norm(small)).isfinite().all():
-        large += small  # a norm overflows sooner than a value
     found = [any_infinite(v) for v in large]
-    return not found or not torch.stack(found).any()
+    if small:
+        norms = torch.stack(torch._foreach_norm(small))
+        found.append(norms.isfinite().all().logical_not())
+    if not found or not torch.stack(found).any():
+        return True
+    # A norm overflows sooner than a value.
+    return not any(bool(any_infinite(v)) for v in values if v.numel())
 
 
 def first_nonfinite(gradients: Iterable[tuple[str, torch.Tensor | None]]) -> str:
@@ -40,4 +44,4 @@ def stored(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _real(values: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(values) if values.is_complex() else values
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values

@@ -114,7 +114,8 @@ def sent_after(update: int, steps: int, fragments: int) -> list[int]:
     """Fragments that are sent after so many updates without warm-up, the same on all ranks.
 
     Fragment f of F is sent after update ``(f + 1) steps / F``, and every ``steps`` updates from
-    then on; so fragments take turns, and the last one meets after whole rounds.
+    then on; so fragments take turns, and the last one meets after whole rounds. What came back is
+    merged ``delay`` updates later, before the next one is sent.
 
     Example:
         >>> [(update, sent_after(update, steps=4, fragments=2)) for update in range(1, 7)]
