@@ -91,7 +91,7 @@ class LocalTraining:
         self._resumes = False  # it may load one that merges what was on its way
         self.evaluates = False
         self._versions = self._present_versions()  # of parameters, after the last update
-        self._own_norms: Sequence[torch.Tensor] = ()  # theirs, where a change is on its way
+        self._norms: Sequence[torch.Tensor] = ()  # theirs, where a change is on its way
         self.own_state: Mapping[str, Any] | None = None
         engine.leave(not self.warms_up)
 
@@ -571,12 +571,14 @@ class LocalTraining:
     def _note_parameters(self) -> None:
         """Note what tells whether a script writes parameters before the next update."""
         flies = any(meeting.flight is not None for meeting in self._meetings)
-        self._versions = self._present_versions()
-        self._own_norms = self._present_norms() if flies else ()
+        self._versions, self._norms = (
+            self._present_versions(),
+            self._present_norms() if flies else (),
+        )
 
     def _are_put_back(self) -> bool:
-        norms = zip(self._own_norms, self._present_norms(), strict=False)
-        return bool(self._own_norms) and all(torch.equal(then, now) for then, now in norms)
+        norms = zip(self._norms, self._present_norms(), strict=False)
+        return bool(self._norms) and all(torch.equal(then, now) for then, now in norms)
 
     def _present_norms(self) -> Sequence[torch.Tensor]:
         return torch._foreach_norm([t.parameter.detach() for t in self._trained])
