@@ -95,15 +95,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def _turns(of_file: Mapping[Path, set[str]]) -> dict[Path, float]:
-    """When a file's turn is. The longest come first, so that short ones fill the end evenly; those
-    whose processes wait, and those whose ranks compute, in turn, so that no core is idle."""
+def _turns(of_file: Mapping[Path, set[str]]) -> dict[Path, int]:
+    """When a file's turn is. Those that start something come first, so that short ones fill the end
+    evenly: files whose processes wait, and files whose ranks compute, so that no core is idle."""
     turns = dict.fromkeys(of_file, 1.0)
     waiting = [path for path, found in of_file.items() if found - {"ranks"}]
     computing = [path for path, found in of_file.items() if found == {"ranks"}]
     for paths in (waiting, computing):
         turns |= {path: number / len(paths) for number, path in enumerate(paths)}
-    return turns
+    return {path: turn for turn, path in enumerate(sorted(turns, key=turns.__getitem__))}
 
 
 def pytest_collection_finish() -> None:

@@ -124,7 +124,11 @@ def said_on_hosts(bed: Testbed, text: str, folder: Path, *words: Sequence[str]) 
         )
         for node, own, log, error in zip(bed.nodes, words, logs, errors, strict=True)
     ]
-    codes = [script.wait(150) for script in scripts]
+    try:
+        codes = [script.wait(150) for script in scripts]
+    except TimeoutError as late:
+        late.add_note(str([error.read_text() for error in errors]))
+        raise
     assert codes == [0] * len(codes), [error.read_text() for error in errors]
     return [log.read_text() for log in logs]
 

@@ -181,11 +181,10 @@ def traced_with_a_table(folder: str) -> None:
             session.step()
 
 
-def test_a_trace_says_how_large_tables_with_sparse_gradients_are(
+def test_a_trace_says_how_large_a_change_of_tables_with_sparse_gradients_is(
     two: Ranks, tmp_path: Path
 ) -> None:
     two.run(traced_with_a_table, str(tmp_path))
     trace = read(tmp_path / "trace.json")
-    assert trace.meta["sparse_bytes"] == 4 * 50 * 4
     work = Forecast.of(trace, ethernet_profile(2)).workload
-    assert change_bytes(work) == 4 * (50 * 4 + 8 + 1)
+    assert trace.meta["change_bytes"] == change_bytes(work) == 4 * (50 * 4 + 8 + 1)

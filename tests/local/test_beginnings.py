@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,28 +152,6 @@ def without_an_update(updates: tuple[int, int]) -> Tensor:
         own = flat(model.parameters())
     assert updates[rank] == 0 or torch.equal(flat(model.parameters()), own)
     return flat(model.parameters())
-
-
-def averaged_beside(local: dict[str, int], evaluates: bool) -> Tensor:
-    """Parameters at the end; the last thing before is an evaluation of an average, or not."""
-    model = build()
-    session = slipstream.accelerate(model, sgd(model), None, {"local": local})
-    for update in range(6):
-        session.backward(loss_of(model, session.rank, update))
-        session.step()
-    if evaluates:
-        kept = copy.deepcopy(model.state_dict())
-        model.load_state_dict({name: 0.5 * value for name, value in kept.items()})
-        model.load_state_dict(kept)
-    session.close()
-    return flat(model.parameters())
-
-
-def test_parameters_that_a_script_puts_back_at_the_end_meet(two: Ranks) -> None:
-    local = {"steps": 4, "fragments": 2, "delay": 2}
-    plain, evaluated = (two.run(averaged_beside, local, on) for on in (False, True))
-    for one, other in zip(plain, evaluated, strict=True):
-        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("updates", [(0, 5), (5, 0), (0, 0)], ids=str)

@@ -183,13 +183,16 @@ def test_a_newcomer_is_told_of_a_schedule_that_begins_anew(tmp_path: Path) -> No
     early = LambdaLR(optimizer, falling)
     with ThreadPoolExecutor(1) as jobs:
         other = jobs.submit(trains_until, store.port, first, begun, ended)
-        assert begun.wait(60)
-        with slipstream.accelerate(model, optimizer, None, {"local": local}) as session:
-            late = LambdaLR(optimizer, falling, last_epoch=session.updates - 1)
-            assert optimizer.param_groups[0]["lr"] == 0.1 * falling(session.updates)
-            saved = slipstream.Checkpoints(tmp_path, also={"early": early, "late": late})
-            with pytest.warns(UserWarning, match="no state of early, which begins anew"):
-                assert saved.restore(session) == session.updates
+        try:
+            assert begun.wait(60) or other.result(0)
+            with slipstream.accelerate(model, optimizer, None, {"local": local}) as session:
+                late = LambdaLR(optimizer, falling, last_epoch=session.updates - 1)
+                assert optimizer.param_groups[0]["lr"] == 0.1 * falling(session.updates)
+                saved = slipstream.Checkpoints(tmp_path, also={"early": early, "late": late})
+                with pytest.warns(UserWarning, match="no state of early, which begins anew"):
+                    assert saved.restore(session) == session.updates
+                ended.set()
+        finally:  # the other one would go on for ever
             ended.set()
         other.result()
 

@@ -50,11 +50,9 @@ def test_a_round_is_its_updates_and_what_no_delay_hides() -> None:
 
 def test_a_change_is_dense_and_in_fp32() -> None:
     whole = local_seconds(of(steps=8), workload(count=2), SLOW)
-    first = Gradient("0.weight", "0", MB)
-    table = workload(count=2, gradients=(first, Gradient("table", "table", 0)), sparse_bytes=MB)
-    assert local_seconds(of(steps=8), table, SLOW) == whole
-    narrow = workload(count=2, gradients=(first, Gradient("1.weight", "1", MB // 2, "bfloat16")))
-    assert local_seconds(of(steps=8), narrow, SLOW) == whole
+    given = (Gradient("0.weight", "0", MB // 2, "bfloat16"), Gradient("table", "table", 0))
+    sparse = workload(count=2, gradients=given, change_bytes=2 * MB)
+    assert local_seconds(of(steps=8), sparse, SLOW) == whole
 
 
 def test_a_codec_costs_its_bytes_and_its_time() -> None:

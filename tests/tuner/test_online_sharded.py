@@ -121,6 +121,21 @@ def trained(
     return state, training.optimizer.state_dict(), cut, report
 
 
+def zeroes_in_place(training: Training) -> None:
+    """An update of a script that leaves zeros as gradients."""
+    training.session.backward(training.loss())
+    training.optimizer.step()
+    training.optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("kept", TURN)
+def test_zeros_that_a_script_leaves_are_no_hindrance_to_a_change(two: Ranks, kept: str) -> None:
+    flat = {"gradients": {"transport": "flat"}}
+    pairs = (two.run(trained, one, kept, AdamW, KEPT, zeroes_in_place) for one in (AUTO, flat))
+    for (found, *_), (expected, *_) in zip(*pairs, strict=True):
+        torch.testing.assert_close(found["model"], expected["model"])
+
+
 OPTIMIZERS = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, RMSprop, Adagrad, Adadelta, ASGD, Rprop)
 
 

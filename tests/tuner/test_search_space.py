@@ -27,7 +27,7 @@ from slipstream.strategy import (
 )
 from slipstream.trace import Trace
 from slipstream.transport.place import Place
-from slipstream.tuner.predicted_choices import THIRD, predict_choices, promising
+from slipstream.tuner.predicted_choices import PLAIN, THIRD, predict_choices, promising
 from slipstream.tuner.search_space import Choice, SearchSpace, fastest
 from slipstream.tuner.turns import MOST, SETTLING, TURNS
 from tests.planner.networks import linear_profile
@@ -160,15 +160,25 @@ def test_a_plain_third_is_measured_beside_the_computed_parts() -> None:
     flat = [Choice(FlatConfig(), ByBytesConfig(megabytes=size)) for size in (8, 1)]
     cuts = ByIndexConfig.of_cuts((1, 2))
     whole, part = (Choice(ShardedConfig(replicated=r), cuts) for r in (0.0, 0.25))
-    predicted = [(flat[0], 9.0), (flat[1], 8.0), (whole, 5.0), (part, 4.0), (THIRD, 6.0)]
-    assert promising(predicted) == (flat[0], part, whole, THIRD)
+    plain = Choice(ShardedConfig(replicated=THIRD), PLAIN)
+    predicted = [(flat[0], 9.0), (flat[1], 8.0), (whole, 5.0), (part, 4.0), (plain, 6.0)]
+    assert promising(predicted) == (flat[0], part, whole, plain)
 
 
 def test_a_plain_third_is_predicted_with_sharded() -> None:
     network = with_direct(linear_profile())
     forecast = Forecast(Trace(()), Strategy(), workload(), network, network, network)
     predicted = dict(predict_choices(forecast, (FlatConfig(), ShardedConfig()), (True,)))
-    assert predicted[THIRD] == forecast.seconds(Strategy().with_gradients(**THIRD._asdict()))
+    plain = Choice(ShardedConfig(replicated=THIRD), PLAIN)
+    assert predicted[plain] == forecast.seconds(Strategy().with_gradients(**plain._asdict()))
+
+
+def test_a_plain_third_keeps_what_the_strategy_says_of_sharded() -> None:
+    network, own = with_direct(linear_profile()), ShardedConfig(elementwise=True)
+    base = Strategy().with_gradients(transport=own)
+    forecast = Forecast(Trace(()), base, workload(), network, network, network)
+    ways = [choice.transport for choice, _ in predict_choices(forecast, (own,), (True,))]
+    assert all(isinstance(one, ShardedConfig) and one.elementwise for one in ways)
 
 
 def test_what_is_computed_is_predicted_for_every_transport_and_without_overlap() -> None:

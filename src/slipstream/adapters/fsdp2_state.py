@@ -55,6 +55,8 @@ def load_state(units: Sequence[Unit], state: Mapping[str, Any]) -> int:
         saved, compressor = state["units"][name], unit.compressor
         assert compressor is not None
         error = saved["error"]
+        if error is not None and not error.any():
+            error = None  # nothing is owed yet, and other parameters may train since
         if error is not None and (
             saved["parameters"] != unit.trainable or error.shape[1] != unit.width
         ):

@@ -137,16 +137,19 @@ def give_back(
 
 
 def warn_of_joining(updates: int, also: Mapping[str, KeepsState]) -> None:
-    """Say what a job that has joined others begins anew: all but schedules that are where these
-    are."""
-    anew = [name for name, part in also.items() if getattr(part, "last_epoch", None) != updates]
-    if anew:
-        warnings.warn(
-            f"this job has joined others after {updates} updates, and has their model and "
-            f"optimizer, but no state of {', '.join(sorted(anew))}, which begins anew; make a "
-            "schedule after accelerate(), by last_epoch=session.updates - 1",
-            stacklevel=3,
-        )
+    """Say what a job that has joined others begins anew: all but schedules that were made where
+    these are, by updates or by epochs."""
+    anew = {name: part for name, part in also.items() if getattr(part, "last_epoch", 0) <= 0}
+    if not anew:
+        return
+    schedules = any(hasattr(part, "last_epoch") for part in anew.values())
+    remedy = "; make a schedule after accelerate(), by last_epoch=session.updates - 1"
+    warnings.warn(
+        f"this job has joined others after {updates} updates, and has their model and "
+        f"optimizer, but no state of {', '.join(sorted(anew))}, which begins anew"
+        f"{remedy if schedules else ''}",
+        stacklevel=3,
+    )
 
 
 def _loader_of(session: AnySession) -> UnevenInputLoader | None:

@@ -441,7 +441,7 @@ class Engine(GradientEngine):
         Every rank calls it alike, between two updates.
         """
         if self._shards is not None:
-            self._shards.clear()
+            self._shards.end()
         self._shards, self._plan = shards, replace(self._plan, shards=shards)
         if self._layout is not None:
             self.install(self._layout.order)

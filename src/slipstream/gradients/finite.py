@@ -29,7 +29,7 @@ def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
     if not found or not torch.stack(found).any():
         return True
     # A norm overflows sooner than a value.
-    return not any(bool(any_infinite(v)) for v in values if v.numel())
+    return not torch.stack([any_infinite(v) for v in values if v.numel()]).any()
 
 
 def first_nonfinite(gradients: Iterable[tuple[str, torch.Tensor | None]]) -> str:

@@ -200,12 +200,23 @@ class Shards:
 
     def _keep_zeros(self) -> None:
         """Add the next average to zeros where a script has zeroed the last one in place."""
-        for parameter in self.names:
-            if isinstance(parameter.grad, ShardedGradient):
-                parameter.grad = None
-                dtype = parameter.grad_dtype or parameter.dtype
-                zeros = parameter.new_zeros(self.shape(parameter), dtype=dtype)
-                self.gradients[parameter] = zeros.detach()
+        for parameter in self._zeroed():
+            parameter.grad = None
+            dtype = parameter.grad_dtype or parameter.dtype
+            zeros = parameter.new_zeros(self.shape(parameter), dtype=dtype)
+            self.gradients[parameter] = zeros.detach()
+
+    def end(self) -> None:
+        """Every rank updates everything from now on: zeros that a script has left are whole."""
+        self.clear()
+        for parameter in self._zeroed():
+            dtype = parameter.grad_dtype or parameter.dtype
+            parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+
+    def _zeroed(self) -> list[nn.Parameter]:
+        """The parameters whose averages a script has zeroed in place."""
+        given = ((p, p.grad) for p in self.names)
+        return [p for p, grad in given if isinstance(grad, ShardedGradient) and grad.zeroed]
 
     def clear(self) -> None:
         """The averages were used."""

@@ -91,7 +91,6 @@ class LocalTraining:
         self._resumes = False  # it may load one that merges what was on its way
         self.evaluates = False
         self._versions = self._present_versions()  # of parameters, after the last update
-        self._norms: Sequence[torch.Tensor] = ()  # theirs, where a change is on its way
         self.own_state: Mapping[str, Any] | None = None
         engine.leave(not self.warms_up)
 
@@ -214,7 +213,7 @@ class LocalTraining:
             self._merge(lambda flight: flight.due <= self._clock)
         else:
             self._count(worked)
-        self._note_parameters()
+        self._versions = self._present_versions()
 
     @torch.no_grad()
     def send_ahead(self, worked: bool) -> None:
@@ -500,7 +499,7 @@ class LocalTraining:
         parts = own["meetings"] if own else [None] * len(self._meetings)
         for meeting, shared, mine in zip(self._meetings, state["meetings"], parts, strict=True):
             meeting.load(shared, mine)
-        self._note_parameters()
+        self._versions = self._present_versions()
 
     @torch.no_grad()
     def parameters_loaded(self) -> None:
@@ -557,9 +556,8 @@ class LocalTraining:
     @contextmanager
     def _keeping_what_was_written(self) -> Iterator[None]:
         """Keep parameters and buffers that the script has written since the last update, the best
-        it knows, say: a meeting on its way is not of them. Those that it has put back, as after an
-        evaluation of their average, are as the update left them."""
-        if self._versions == self._present_versions() or self._are_put_back():
+        it knows, say: a meeting on its way is not of them."""
+        if self._versions == self._present_versions():
             yield
             return
         kept = [(meeting.read(), meeting.buffers.read()) for meeting in self._meetings]
@@ -567,21 +565,6 @@ class LocalTraining:
         for meeting, (values, buffers) in zip(self._meetings, kept, strict=True):
             meeting.write(values)
             meeting.buffers.write(buffers)
-
-    def _note_parameters(self) -> None:
-        """Note what tells whether a script writes parameters before the next update."""
-        flies = any(meeting.flight is not None for meeting in self._meetings)
-        self._versions, self._norms = (
-            self._present_versions(),
-            self._present_norms() if flies else (),
-        )
-
-    def _are_put_back(self) -> bool:
-        norms = zip(self._norms, self._present_norms(), strict=False)
-        return bool(self._norms) and all(torch.equal(then, now) for then, now in norms)
-
-    def _present_norms(self) -> Sequence[torch.Tensor]:
-        return torch._foreach_norm([t.parameter.detach() for t in self._trained])
 
     def _present_versions(self) -> list[tuple[int, int]]:
         """List the parameters' versions and places: torch does not count where ``data`` is set."""

@@ -400,8 +400,6 @@ class TrainingLoop:
     @property
     def left_out(self) -> bool:
         """Whether no step can make this update; `leave_out` forgets it."""
-        if self.update_due and self.local is not None and self._on_nonfinite == "allow":
-            return not all_finite(self.engine.averages(self._parameters))  # nobody has looked
         return self.update_due and self.engine.nonfinite
 
     def leave_out(self) -> None:

@@ -463,7 +463,10 @@ class Session(Generic[M, O]):
             True
         """
         self._must_be_open("evaluating")
-        self._loop.leave_out()  # an update that the script has skipped ends before, not inside
+        if self._loop.local is None:
+            self._loop.settle()
+        else:  # an update that the script has skipped on one rank alone ends before, not inside
+            self._loop.leave_out()
         with self._loop.whole.evaluating():
             yield
 

@@ -342,14 +342,14 @@ def _metadata(
             }
             for g in gradients
         ],
-        "sparse_bytes": _sparse_bytes(model, gradients),
+        "change_bytes": _change_bytes(model, gradients),
     }
 
 
-def _sparse_bytes(model: nn.Module, gradients: Sequence[Gradient]) -> int:
-    """Bytes of the parameters with sparse gradients, in fp32 or wider."""
-    sparse = {g.name for g in gradients if not g.num_bytes}
-    named = [(n, p) for n, p in model.named_parameters() if n in sparse]
+def _change_bytes(model: nn.Module, gradients: Sequence[Gradient]) -> int:
+    """Bytes of a change of the parameters with gradients, in fp32 or wider."""
+    names = {gradient.name for gradient in gradients}
+    named = [(n, p) for n, p in model.named_parameters() if n in names]
     return sum(p.numel() * max(p.itemsize, 4) for _, p in named)
 
 

@@ -160,7 +160,7 @@ class _Meta(_Part):
     strategy: _Strategy | None = None
     segments: list[_Segment] | None = None
     gradients: list[_Gradient] | None = None
-    sparse_bytes: Count = 0
+    change_bytes: Count = 0
     optimizer: _Optimizer | None = None
     versions: dict[str, str] | None = None
     clock_error: list[Annotated[float, Field(ge=0, le=_MOST)]] | None = None

@@ -176,7 +176,7 @@ class Trace:
       those that codecs left of them when the trace ended
     - ``gradients``: in ready order, a list of ``{"name", "layer", "bytes", "dtype"}``; a sparse
       gradient has 0 bytes
-    - ``sparse_bytes``: those of the parameters with sparse gradients, in fp32 or wider
+    - ``change_bytes``: those of a change of all parameters with gradients, in fp32 or wider
     - ``optimizer``: ``{"bytes", "shardable", "sgd"}``: those of its state on rank 0, whether ranks
       may each update a share, and whether it is plain SGD, whose momentum DGC can take over
     - ``engine``: ``fully_shard`` where torch's FSDP2 trains; then there are neither segments nor

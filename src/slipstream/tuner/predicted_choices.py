@@ -22,9 +22,9 @@ from slipstream.tuner.turns import MOST
 NEARBY = (ByBytesConfig(megabytes=2), ByBytesConfig(megabytes=8), ByBytesConfig(megabytes=16))
 """Predicted besides the computed split: the cost of one more segment is the least certain part."""
 
-THIRD = Choice(ShardedConfig(replicated=0.33), ByBytesConfig(megabytes=16))
-"""``sharded`` with nothing computed: on slow links often the best, by up to a tenth, where a
-prediction puts computed segments a little ahead of it."""
+THIRD, PLAIN = 0.33, ByBytesConfig(megabytes=16)
+"""A replicated part and a split with nothing computed: on slow links often the best of ``sharded``,
+by up to a tenth, where a prediction puts computed segments a little ahead of them."""
 
 
 def predict_choices(
@@ -63,13 +63,15 @@ def predict_choices(
 
 
 def _sharded_ways(forecast: Forecast) -> Iterator[tuple[Choice, float]]:
-    """``sharded`` by default, with the best splits and the best replicated part, and `THIRD`."""
+    """``sharded`` by default, with the best splits and the best replicated part, and plain."""
     own, best = forecast.best_sharded(REPLICATED[:1])
     *_, replicated = forecast.best_sharded(REPLICATED[1:])
     for strategy in (own, best, replicated):
         config = strategy.gradients
         yield Choice(config.transport, config.split), forecast.seconds(strategy)
-    yield THIRD, forecast.seconds(forecast.base.with_gradients(**THIRD._asdict()))
+    third = own.gradients.transport.model_copy(update={"replicated": THIRD})
+    plain = forecast.base.with_gradients(transport=third, split=PLAIN)
+    yield Choice(third, PLAIN), forecast.seconds(plain)
 
 
 def _ways(
@@ -84,7 +86,7 @@ def promising(predicted: Sequence[tuple[Choice, float]]) -> tuple[Choice, ...]:
     """The choices to measure of those predicted: the first of all, then by rising seconds.
 
     Among them are the best of all, and the best one of every transport beside backward (of
-    ``sharded`` with and without a replicated part, and `THIRD`), as many as fit into `MOST`, by
+    ``sharded`` with and without a replicated part, and plain), as many as fit into `MOST`, by
     prediction: what one transport costs against another is less certain than what a split costs
     against another.
 
@@ -106,5 +108,5 @@ def promising(predicted: Sequence[tuple[Choice, float]]) -> tuple[Choice, ...]:
 
 def _way(choice: Choice) -> tuple[str, bool, bool]:
     transport = choice.transport
-    replicated = isinstance(transport, ShardedConfig) and transport.replicated > 0
-    return transport.kind, replicated, choice == THIRD
+    part = transport.replicated if isinstance(transport, ShardedConfig) else 0.0
+    return transport.kind, part > 0, part == THIRD and choice.split == PLAIN

@@ -176,6 +176,28 @@ def test_a_kept_product_of_batches_that_is_added_to_is_refused() -> None:
         model(torch.ones(2, 3, 6, 6)).sum().backward()
 
 
+class Residual(nn.Module):
+    """Ends with a write into what a convolution returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x.tanh())
+        y += x
+        return y
+
+
+def test_a_kept_result_at_the_end_of_a_block_may_be_added_to() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Residual(), Residual()), torch.randn(2, 4, 6)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    recompute(model, EveryConfig(keep=("convolution",)))
+    found = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    assert all(map(torch.equal, found, expected))
+
+
 def test_errors_of_torch_say_what_to_do() -> None:
     model = nn.Sequential(InPlace(6), InPlace(6))
     recompute(model, EveryConfig(keep=("matmul",)))

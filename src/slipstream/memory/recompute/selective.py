@@ -54,21 +54,25 @@ def contexts(
     would not be drawn, and later operations would draw different ones than in the first run.
 
     Raises:
-        UsageError: in recomputation: a kept result was changed in place, or the graph goes through
-            backward a second time.
+        UsageError: a kept result was changed in place, in the first run or in recomputation; or,
+            in recomputation, the graph goes through backward a second time.
     """
 
-    kept: set[int] = set()  # their memory: torch counts no writes through what matmul makes of it
+    # The memory of kept results, and of those seen through `_unsafe_view`, as matmul returns them:
+    # torch counts no writes through that.
+    kept: set[int] = set()
+    uncounted: set[int] = set()
 
     def policy(
         context: SelectiveCheckpointContext, function: Any, *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:
-        if not context.is_recompute and any(
-            _memory(written) in kept for written in _written(function, args, kwargs)
-        ):
-            raise UsageError(f"memory.recompute keep: {_ADVICE['has been mutated']}")
+        if not context.is_recompute:
+            if function is _aten._unsafe_view.default and _memory(args[0]) in kept:
+                uncounted.add(_memory(args[0]))
+            if any(_memory(written) in uncounted for written in _written(function, args, kwargs)):
+                raise UsageError(f"memory.recompute keep: {_ADVICE['has been mutated']}")
         if _operation(function, args, kwargs) in keep:
-            kept.update(map(_memory, tensors(context.op_output)))
+            kept.update(_memory(t) for t in tensors(context.op_output) if t.layout is torch.strided)
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -117,9 +121,10 @@ def _written(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[torch.Tensor]:
     """The tensors among its arguments that an operation writes into."""
-    if not function._schema.is_mutable:
+    schema = getattr(function, "_schema", None)  # operators of higher order have none
+    if schema is None or not schema.is_mutable:
         return
-    for position, argument in enumerate(function._schema.arguments):
+    for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[position] if position < len(args) else kwargs.get(argument.name)
             yield from (t for t in tensors(given) if t.layout is torch.strided)

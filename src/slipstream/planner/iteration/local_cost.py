@@ -23,7 +23,6 @@ from slipstream.strategy import Int4Config, LocalConfig, PlainCodecConfig, Strat
 
 WEIGHTS = 16.0
 """Bytes of what ranks tell each other before they exchange a fragment."""
-NARROW = ("bfloat16", "float16")
 
 
 def local_seconds(strategy: Strategy, workload: Workload, network: NetworkProfile) -> float:
@@ -63,18 +62,11 @@ def local_bytes(strategy: Strategy, workload: Workload, network: NetworkProfile)
 
 
 def change_bytes(workload: Workload) -> int:
-    """Bytes of a change of the whole model: in fp32 where gradients have 16 bits, and dense.
+    """Bytes of a change of the whole model, those of its gradients where nothing else is known.
 
-    Example:
-        >>> from slipstream.gradients.layout import Gradient
-        >>> one = np.ones(2)
-        >>> given = (Gradient("a", "a", 8, "bfloat16"), Gradient("table", "table", 0))
-        >>> rest = (one, one, one, np.ones((2, 2)), one, one, one)
-        >>> change_bytes(Workload(given, *rest, sparse_bytes=100))
-        116
+    A change is dense where a gradient is sparse, and in fp32 where a gradient has 16 bits.
     """
-    wide = (g.num_bytes * (2 if g.dtype in NARROW else 1) for g in workload.gradients)
-    return sum(wide) + workload.sparse_bytes
+    return workload.change_bytes or sum(gradient.num_bytes for gradient in workload.gradients)
 
 
 def _cost(config: LocalConfig, network: NetworkProfile) -> CodecCost:

@@ -155,7 +155,7 @@ class MeasuredSteps:
             half=in_half(trace),
             reading=np.where(is_late, reading, 0.0) if is_late.any() else None,
             first_part=first_part,
-            sparse_bytes=int(trace.meta.get("sparse_bytes", 0)),
+            change_bytes=int(trace.meta.get("change_bytes", 0)),
         )
 
     @property

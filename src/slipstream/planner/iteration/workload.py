@@ -42,8 +42,8 @@ class Workload:
     bits. ``reading`` are the seconds from batch to batch of workers or threads that read beside the
     training and cannot keep up, 0 of those that can; None: of all ranks. ``first_part`` is the part
     of forward within which all parameters are needed: less than all where forward holds that of
-    earlier micro-batches, too. ``sparse_bytes`` are those of the parameters with sparse gradients,
-    in fp32 or wider.
+    earlier micro-batches, too. ``change_bytes`` are those of a change of all parameters with
+    gradients, in fp32 or wider, 0 where unknown.
     """
 
     gradients: tuple[Gradient, ...]
@@ -64,7 +64,7 @@ class Workload:
     half: bool = False
     reading: Array | None = None
     first_part: float = 1.0
-    sparse_bytes: int = 0
+    change_bytes: int = 0
 
     @property
     def num_ranks(self) -> int:
