@@ -159,7 +159,8 @@ def test_all_jobs_begin_with_the_model_that_their_script_loads() -> None:
 
 
 def trains_until(port: int, model: nn.Module, begun: Event, ended: Event) -> None:
-    local = {"steps": 2, "rendezvous": {"store": f"127.0.0.1:{port}", "at_least": 1}}
+    place = {"store": f"127.0.0.1:{port}", "at_least": 1, "timeout": 20}
+    local = {"steps": 2, "rendezvous": place}
     optimizer = sgd(model)
     schedule = LambdaLR(optimizer, falling)
     with slipstream.accelerate(model, optimizer, None, {"local": local}) as session:
@@ -178,7 +179,8 @@ def falling(update: int) -> float:
 def test_a_newcomer_is_told_of_a_schedule_that_begins_anew(tmp_path: Path) -> None:
     store, begun, ended = open_store(0), Event(), Event()
     first, model = build(), build()
-    local = {"steps": 2, "rendezvous": {"store": f"127.0.0.1:{store.port}", "at_least": 1}}
+    place = {"store": f"127.0.0.1:{store.port}", "at_least": 1, "timeout": 20}
+    local = {"steps": 2, "rendezvous": place}
     optimizer = sgd(model)
     early = LambdaLR(optimizer, falling)
     with ThreadPoolExecutor(1) as jobs:
