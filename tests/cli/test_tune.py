@@ -53,16 +53,23 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from slipstream.adapters.fsdp2 import accelerate_fsdp
 
-coded = "codec" in pathlib.Path(os.environ["SLIPSTREAM_STRATEGY"]).read_text()
+coded = "codec:" in pathlib.Path(os.environ["SLIPSTREAM_STRATEGY"]).read_text()
 dist.init_process_group("gloo")
 mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+
+
+class Paused(torch.nn.Linear):
+    def forward(self, x):
+        time.sleep(0.0 if coded else 0.5)
+        return super().forward(x)
+
+
+model = torch.nn.Sequential(Paused(64, 64), torch.nn.Linear(64, 64))
 for module in (model[0], model):
     fully_shard(module, mesh=mesh)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 accelerate_fsdp(model, optimizer)
 while True:
-    time.sleep(0.0 if coded else 3.0)
     model(torch.ones(8, 64)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
