@@ -328,3 +328,24 @@ def test_streams_and_lists_are_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ModelError, match="this is a list: give a DataLoader"):
         slipstream.accelerate(model, optimizer, [1], strategy={"data": {"cache": {}}})
+
+
+@pytest.mark.parametrize("looks", [1, 2])
+def test_a_folder_that_its_last_user_removes_meanwhile_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: int
+) -> None:
+    root, stat, seen = tmp_path / "kept" / "samples", Path.stat, []
+
+    def removed_meanwhile(path: Path, **given: Any) -> os.stat_result:
+        if path == root and os.path.isdir(root):
+            seen.append(path)
+            if len(seen) == looks:
+                root.rmdir()
+        return stat(path, **given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", removed_meanwhile)
+        with store._alone_in(root):
+            assert os.path.isdir(root)
+    assert not root.exists()
+    assert len(seen) >= looks

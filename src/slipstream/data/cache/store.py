@@ -140,19 +140,32 @@ def _alone_in(root: Path) -> Iterator[None]:
         PermissionError: it is another user's.
     """
     while True:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if root.stat().st_uid != os.getuid():
-            raise PermissionError(f"{root} belongs to another user; give another data.cache.folder")
-        lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if root.stat().st_uid != os.getuid():
+                words = "belongs to another user; give another data.cache.folder"
+                raise PermissionError(f"{root} {words}")
+            lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        except (FileExistsError, FileNotFoundError):
+            if os.path.lexists(root) and not root.is_dir():
+                raise
+            continue  # its last user has removed it since
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if root.exists() and os.stat(lock).st_ino == root.stat().st_ino:
+            if _is_at(root, lock):
                 yield
                 if not any(root.iterdir()):
                     root.rmdir()
                 return
         finally:
             os.close(lock)
+
+
+def _is_at(root: Path, folder: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(folder), root.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _remove_unused(path: Path, lock: IO[bytes]) -> None:
