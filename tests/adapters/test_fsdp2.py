@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from pydantic import BaseModel
 from rich.console import Console
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -292,7 +293,7 @@ def resumed(folder: str) -> bool:
         plainly(model, optimizer, 3)
         saved = exchange.state_dict()
         if folder:
-            dcp.save({"exchange": exchange}, checkpoint_id=folder)
+            dcp_save({"exchange": exchange}, checkpoint_id=folder)
         kept = [p.to_local().clone() for p in model.parameters()]  # type: ignore[attr-defined]
         state = copy.deepcopy(optimizer.state_dict())
         plainly(model, optimizer, 3)
@@ -308,7 +309,7 @@ def resumed(folder: str) -> bool:
     optimizer.load_state_dict(state)
     with accelerate_fsdp(again, optimizer, CODED) as exchange:
         if folder:
-            dcp.load({"exchange": exchange}, checkpoint_id=folder)
+            dcp_load({"exchange": exchange}, checkpoint_id=folder)
         else:
             exchange.load_state_dict(saved)
         plainly(again, optimizer, 3)
