@@ -96,8 +96,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _turns(of_file: Mapping[Path, set[str]]) -> dict[Path, int]:
-    """When a file's turn is. Those that start something come first, so that short ones fill the end
-    evenly: files whose processes wait, and files whose ranks compute, so that no core is idle."""
+    """When a file's turn is. Files whose processes wait alternate with those whose ranks compute,
+    so that no core is idle; those that start nothing are short, and fill the end."""
     turns = dict.fromkeys(of_file, 1.0)
     waiting = [path for path, found in of_file.items() if found - {"ranks"}]
     computing = [path for path, found in of_file.items() if found == {"ranks"}]

@@ -21,6 +21,7 @@ from torch import nn
 from slipstream.codecs import Ranks
 from slipstream.codecs.compressor import is_dense
 from slipstream.errors import UsageError
+from slipstream.gradients.buckets import gradient_dtype
 from slipstream.gradients.layout import nearest_border
 from slipstream.transport.ahead import aligned_length
 
@@ -202,16 +203,14 @@ class Shards:
         """Add the next average to zeros where a script has zeroed the last one in place."""
         for parameter in self._zeroed():
             parameter.grad = None
-            dtype = parameter.grad_dtype or parameter.dtype
-            zeros = parameter.new_zeros(self.shape(parameter), dtype=dtype)
-            self.gradients[parameter] = zeros.detach()
+            shape, dtype = self.shape(parameter), gradient_dtype(parameter)
+            self.gradients[parameter] = parameter.detach().new_zeros(shape, dtype=dtype)
 
     def end(self) -> None:
         """Every rank updates everything from now on: zeros that a script has left are whole."""
         self.clear()
         for parameter in self._zeroed():
-            dtype = parameter.grad_dtype or parameter.dtype
-            parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+            parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
 
     def _zeroed(self) -> list[nn.Parameter]:
         """The parameters whose averages a script has zeroed in place."""
