@@ -39,7 +39,8 @@ SPEED: dict[str, dict[str, Any]] = {
     "PowerSGD": {"codec": {"kind": "powersgd", "start_step": 0}},
 }
 ROUND = 16
-"""Updates of a turn: a round of every local variant."""
+"""Updates of a turn: a round of every local variant, and as many without exchange, since the first
+ones after another variant's turn are slower."""
 FAST = (
     "16 steps",
     "16 steps, int8",
@@ -135,7 +136,7 @@ def speed(args: argparse.Namespace) -> None:
     rivals: list[DiLoCo] = []
     sessions: list[Any] = []
     made: dict[str, tuple[Callable[[], Callable[[], None]], int]] = {
-        "no exchange": (lambda: plain(*case.make()), 4),
+        "no exchange": (lambda: plain(*case.make()), ROUND),
         **{f"DDP, {mb:g} MB": (partial(ddp, mb), 2) for mb in args.ddp},
         **{name: (partial(ours, {"gradients": g}), 2) for name, g in SPEED.items()},
         **{f"local, {n}": (partial(ours, {"local": settings_of(n)}), ROUND) for n in FAST},
