@@ -10,7 +10,18 @@ from dataclasses import dataclass
 from tests.conformance import habits
 from tests.conformance.loop import Loop
 
-SECTIONS = ("state", "parameters", "copies", "autograd", "updates", "loading", "sessions", "faults")
+SECTIONS = (
+    "state",
+    "parameters",
+    "copies",
+    "autograd",
+    "updates",
+    "windows",
+    "optimizers",
+    "loading",
+    "sessions",
+    "faults",
+)
 """The files of habits, in the order of the page."""
 
 

@@ -22,6 +22,8 @@ TITLES = {
     "copies": "Averages and copies",
     "autograd": "Hooks, derivatives, modes",
     "updates": "Between two updates",
+    "windows": "Windows of accumulation",
+    "optimizers": "Optimizers, schedules, scales",
     "loading": "Loaders",
     "sessions": "Sessions",
     "faults": "Exceptions that a script catches, to go on",

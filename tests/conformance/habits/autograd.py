@@ -263,6 +263,25 @@ def profiled(run: Loop) -> None:
     run.update()
 
 
+@habit("saved tensors kept in another memory (save_on_cpu)")
+def saved_elsewhere(run: Loop) -> None:
+    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return mse(model, batch)
+
+    run.start()
+    run.update(loss_of, times=3)
+
+
+@habit("detect_anomaly around an update")
+def anomalies(run: Loop) -> None:
+    run.start()
+    run.update()
+    with torch.autograd.detect_anomaly(check_nan=True):
+        run.update()
+    run.update()
+
+
 class Recomputed(nn.Module):
     """Layers that torch computes once more in backward."""
 

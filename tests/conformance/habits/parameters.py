@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 
 from tests.conformance.habit import habit
 from tests.conformance.loop import Batch, Loop, mse
@@ -58,6 +58,25 @@ def weight_norm(run: Loop) -> None:
         group["params"] = [p for p in group["params"] if p is not old]
     run.optimizer.add_param_group({"params": added})
     run.update(times=2)
+
+
+@habit("spectral_norm applied before")
+def spectral_norm(run: Loop) -> None:
+    torch.default_generator.manual_seed(7)  # of its first vectors
+    parametrizations.spectral_norm(run.model.head)
+    run.start()
+    run.update(times=3)
+
+
+@habit("pruned later", "not DDP")
+def pruned(run: Loop) -> None:
+    """The weight is another one's product from then on; its parameter has a new name."""
+    run.start()
+    run.update(times=2)
+    prune.l1_unstructured(run.model.head, "weight", amount=0.5)
+    run.update(times=2)
+    prune.remove(run.model.head, "weight")
+    run.update()
 
 
 @habit("load_state_dict(assign=True)", "not DDP")
