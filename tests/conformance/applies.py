@@ -13,6 +13,8 @@ LACKS = {
     "contain it, and the end of a session ends it (docs/codecs.md)",
     "same batches": "each update's samples are dealt to ranks by their cost: which of them meet in "
     "a batch, and so in a batch norm or a loss that is no mean over samples, is its choice",
+    "contiguous": "torch's parameters_to_vector() refuses weights in channels_last, under plain "
+    "torch, too",
     "vmap": "torch cannot map over the reference of this kernel either: it reads values",
     "whole batches": "a pipeline computes micro-batches: batch norm takes the statistics of each, "
     "as in the accumulation of gradients (docs/parallel.md)",
@@ -43,6 +45,8 @@ def not_applicable(technique: Technique, habit: Habit) -> str | None:
         lacking.add("optimizer's momentum")
     if technique.name == "kernel sim_ota":
         lacking.add("vmap")
+    if "channels_last" in technique.name:
+        lacking.add("contiguous")
     if technique.deals:
         lacking.add("same batches")
     if "local" in technique.strategy:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.functional import mse_loss
+from torch.nn.utils import prune
 
 import slipstream
 from slipstream.errors import MismatchError, ModelError, StrategyError, UsageError
@@ -141,3 +143,17 @@ def different_batches() -> None:
 def test_ranks_of_one_model_must_train_on_the_same_batches(four: Ranks) -> None:
     four.run(different_batches)
     four.run(different_batches_of_stages)
+
+
+def pruned_stages() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    parallel = {"pipeline": {"ranks": 2, "cut": ["1"]}}
+    session = slipstream.accelerate(model, sgd(model), strategy={"parallel": parallel})
+    prune.l1_unstructured(model[dist.get_rank()], "weight", amount=0.5)
+    with pytest.raises(UsageError, match=r"was named \d\.weight_orig at accelerate"), session:
+        session.forward_backward(mse_loss, (torch.ones(2, 4),), target=torch.ones(2, 4))
+
+
+def test_a_parameter_with_another_name_is_refused_in_a_pipeline(two: Ranks) -> None:
+    two.run(pruned_stages)

@@ -246,3 +246,46 @@ def parameter_of_the_loss(run: Loop) -> None:
     run.start()
     run.update(loss_of, times=3)
     run.note("weight", weight)
+
+
+@habit("an optimizer a parameter, stepped in backward", "optimizer's momentum", "not DDP")
+def stepped_in_backward(run: Loop) -> None:
+    """A gradient is used and forgotten before the next one is there; plain torch has one loss."""
+    run.start()
+    for parameter in run.model.parameters():
+        _step_in_backward(parameter)
+    for _ in range(3):
+        run.gradients()
+        run.step()
+
+
+def _step_in_backward(parameter: nn.Parameter) -> None:
+    own = torch.optim.SGD([parameter], lr=0.02)
+
+    def step(of: Tensor) -> None:
+        own.step()
+        own.zero_grad()
+
+    parameter.register_post_accumulate_grad_hook(step)
+
+
+@habit("learning rates in tensors")
+def lr_in_tensors(run: Loop) -> None:
+    run.start()
+    for group in run.optimizer.param_groups:
+        group["lr"] = torch.tensor(group["lr"])
+    run.update(times=2)
+    for group in run.optimizer.param_groups:
+        group["lr"].mul_(0.5)
+    run.update()
+
+
+@habit("another optimizer takes over", "optimizer's momentum", own_buffers=True)
+def taken_over(run: Loop) -> None:
+    run.start()
+    run.update(times=2)
+    other = torch.optim.SGD(run.model.parameters(), lr=0.01)
+    for _ in range(2):
+        run.gradients()
+        other.step()
+        other.zero_grad()

@@ -60,7 +60,7 @@ def weight_norm(run: Loop) -> None:
     run.update(times=2)
 
 
-@habit("spectral_norm applied before")
+@habit("spectral_norm applied before", "whole forwards")
 def spectral_norm(run: Loop) -> None:
     torch.default_generator.manual_seed(7)  # of its first vectors
     parametrizations.spectral_norm(run.model.head)
@@ -68,7 +68,7 @@ def spectral_norm(run: Loop) -> None:
     run.update(times=3)
 
 
-@habit("pruned later", "not DDP")
+@habit("pruned later")
 def pruned(run: Loop) -> None:
     """The weight is another one's product from then on; its parameter has a new name."""
     run.start()

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.conformance.habit import habit
 from tests.conformance.loop import Loop
@@ -129,6 +129,16 @@ def model_state_loaded_over_gradients(run: Loop) -> None:
     run.model.load_state_dict(before)
     run.step()
     run.update()
+
+
+@habit("weights written by vector_to_parameters", "contiguous")
+def written_from_a_vector(run: Loop) -> None:
+    """Afterwards they are parts of one tensor."""
+    run.start()
+    run.update(times=2)
+    vector = nn.utils.parameters_to_vector(run.model.parameters()).detach()
+    nn.utils.vector_to_parameters(0.5 * vector, run.model.parameters())
+    run.update(times=2)
 
 
 @habit("weights written by hand")

@@ -205,7 +205,7 @@ def zeroed_by_the_model(run: Loop) -> None:
         run.update()
 
 
-@habit("gradients filled with zeros, then a pass without the head")
+@habit("gradients filled with zeros, then a pass without the head", "optimizer's momentum")
 def filled_with_zeros(run: Loop) -> None:
     """What is zero is not absent: momentum and decay go on."""
     run.start(unused=True)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slipstream.comm.groups import Group
-from slipstream.errors import ModelError
+from slipstream.errors import ModelError, UsageError
 from slipstream.parallel.pipeline.absent_parameters import AbsentParameter, bring_back, leave_out
 from slipstream.parallel.pipeline.split_points import SplitPoints
 from slipstream.transport.consistency import collective_errors
@@ -51,18 +51,20 @@ class StageParameters:
         """Parameters that require a gradient and that this and other ranks hold, with their ranks:
         tied ones, and those of modules around a split point."""
         return [
-            (parameter, self._ranks[name])
+            (parameter, ranks)
             for name, parameter in self._model.named_parameters()
-            if parameter.requires_grad and len(self._ranks[name]) > 1 and self.is_local(name)
+            if len(ranks := self._ranks_of(name)) > 1
+            and parameter.requires_grad
+            and self.is_local(name)
         ]
 
     def is_local(self, name: str) -> bool:
         """Whether this rank holds the parameter or buffer of that name."""
-        return self._group.rank in self._ranks[name]
+        return self._group.rank in self._ranks_of(name)
 
     def is_owner(self, name: str) -> bool:
         """Whether this rank is the first that holds it."""
-        return self._group.rank == self._ranks[name][0]
+        return self._group.rank == self._ranks_of(name)[0]
 
     def of_stage(self, stage: int) -> list[nn.Parameter]:
         """The parameters that a stage uses."""
@@ -173,6 +175,20 @@ class StageParameters:
                 gradient.copy_(piece.view_as(gradient))
                 if not any_used:
                     parameter.grad = None
+
+    def _ranks_of(self, name: str) -> tuple[int, ...]:
+        """The ranks that hold what has this name.
+
+        Raises:
+            UsageError: nothing had it at the start.
+        """
+        if name not in self._ranks:
+            raise UsageError(
+                f"nothing in the model was named {name} at accelerate(), and a pipeline "
+                "(parallel.pipeline) knows by names which rank holds what; close() the session "
+                "before such a change and accelerate() again after it"
+            )
+        return self._ranks[name]
 
     def _local_state(self) -> dict[str, Any]:
         """The state with the parameters themselves: others' have no values to detach."""
