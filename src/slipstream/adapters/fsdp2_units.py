@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from zlib import crc32
 
 import torch
@@ -32,6 +32,7 @@ class Unit:
         ranks: that share them.
         paths: of all modules of the model.
         compressor: of its gradients; None: they travel as they are, or in half.
+        owes: paths of the parameters to which what the compressor keeps belongs.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Unit:
     ranks: Ranks
     paths: Mapping[nn.Module, str]
     compressor: ScatterCompressor | None = None
+    owes: list[str] = field(default_factory=list)
 
     @property
     def trainable(self) -> list[str]:

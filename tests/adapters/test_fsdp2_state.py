@@ -1,0 +1,82 @@
+"""Under ``fully_shard``: to which parameters a codec owes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from slipstream.adapters.fsdp2 import accelerate_fsdp
+from slipstream.errors import ModelError
+from tests.harness.ranks import Ranks
+
+OWES: Any = {"gradients": {"codec": {"kind": "int4", "block": 8}}}
+
+
+def made() -> tuple[Any, torch.optim.Optimizer]:
+    """Two layers of the same size in one call of ``fully_shard``."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def trained(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(steps):
+        model(torch.randn(3, 4, generator=random)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
+
+
+def frozen_between() -> bool:
+    """Whether a discriminator that is saved while its generator trains goes on bit for bit, in a
+    run that loads it before it is trained, and in one that loads it while it is frozen."""
+    model, optimizer = made()
+    with accelerate_fsdp(model, optimizer, OWES) as exchange:
+        trained(model, optimizer, 3)
+        model.requires_grad_(False)
+        kept = copy.deepcopy((model.state_dict(), optimizer.state_dict(), exchange.state_dict()))
+        model.requires_grad_(True)
+        last = trained(model, optimizer, 3)
+    ended = []
+    for trains in (True, False):
+        again, optimizer = made()
+        model_state, optimizer_state, state = copy.deepcopy(kept)
+        again.load_state_dict(model_state)
+        optimizer.load_state_dict(optimizer_state)
+        with accelerate_fsdp(again, optimizer, OWES) as exchange:
+            again.requires_grad_(trains)
+            exchange.load_state_dict(state)
+            again.requires_grad_(True)
+            ended.append(trained(again, optimizer, 3))
+    return all(torch.equal(a, b) for end in ended for a, b in zip(last, end, strict=True))
+
+
+def test_a_run_saved_while_its_parameters_are_frozen_goes_on(two: Ranks) -> None:
+    assert two.run(frozen_between) == [True, True]
+
+
+def trained_in_turns() -> str:
+    model, optimizer = made()
+    model[2].requires_grad_(False)
+    with accelerate_fsdp(model, optimizer, OWES):
+        trained(model, optimizer, 2)
+        model[2].requires_grad_(True)
+        model[0].requires_grad_(False)
+        with pytest.raises(ModelError) as caught:
+            trained(model, optimizer, 1)
+    return str(caught.value)
+
+
+def test_what_is_owed_to_a_layer_never_goes_to_another_of_its_size(two: Ranks) -> None:
+    for said in two.run(trained_in_turns):
+        assert "since the pass before, 0.bias was frozen or unfrozen" in said
+        assert "close() this exchange and make a new one" in said
