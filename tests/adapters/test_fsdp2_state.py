@@ -1,19 +1,23 @@
-"""Under ``fully_shard``: to which parameters a codec owes."""
+"""Under ``fully_shard``: to which parameters a codec owes, and which steps are updates."""
 
 from __future__ import annotations
 
 import copy
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from slipstream.adapters.fsdp2 import accelerate_fsdp
 from slipstream.errors import ModelError
+from slipstream.trace import chrome
 from tests.harness.ranks import Ranks
 
 OWES: Any = {"gradients": {"codec": {"kind": "int4", "block": 8}}}
@@ -80,3 +84,37 @@ def test_what_is_owed_to_a_layer_never_goes_to_another_of_its_size(two: Ranks) -
     for said in two.run(trained_in_turns):
         assert "since the pass before, 0.bias was frozen or unfrozen" in said
         assert "close() this exchange and make a new one" in said
+
+
+def made_by_dcp(folder: str) -> int:
+    model, optimizer = made()
+    traced = {"trace": {"steps": 2, "skip": 0, "folder": folder}}
+    with accelerate_fsdp(model, optimizer, traced) as exchange:
+        get_optimizer_state_dict(model, optimizer)
+        assert exchange.updates == 0
+        trained(model, optimizer, 2)
+    return exchange.updates
+
+
+def test_the_step_in_which_dcp_makes_states_is_no_update(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(made_by_dcp, str(tmp_path)) == [2, 2]
+    spans = [(e.step, e.name) for e in chrome.read(tmp_path / "trace.json").events if e.rank == 0]
+    assert [sum(one == (step, "backward") for one in spans) > 0 for step in (0, 1)] == [True, True]
+
+
+def in_windows() -> int:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = made()
+    prepared = accelerator.prepare_optimizer(optimizer)
+    with accelerate_fsdp(model, prepared) as exchange:
+        for number in range(4):  # each pass is exchanged, each second one steps
+            accelerator.gradient_state._set_sync_gradients(number % 2 == 1)
+            trained(model, prepared, 1)
+    return exchange.updates
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="not installed: accelerate")
+def test_steps_that_accelerate_leaves_out_are_no_updates(two: Ranks) -> None:
+    assert two.run(in_windows) == [2, 2]
