@@ -11,6 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,10 +26,12 @@ from tests.harness.ranks import Ranks
 OWES: Any = {"gradients": {"codec": {"kind": "int4", "block": 8}}}
 
 
-def made() -> tuple[Any, torch.optim.Optimizer]:
+def made(*, recomputed: bool = False) -> tuple[Any, torch.optim.Optimizer]:
     """Two layers of the same size in one call of ``fully_shard``."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    if recomputed:
+        apply_activation_checkpointing(model, check_fn=lambda one: isinstance(one, nn.Linear))
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     return model, torch.optim.Adam(model.parameters(), lr=0.1)
 
@@ -66,6 +71,26 @@ def frozen_between() -> bool:
 
 def test_a_run_saved_while_its_parameters_are_frozen_goes_on(two: Ranks) -> None:
     assert two.run(frozen_between) == [True, True]
+
+
+def owed_under_wrappers() -> list[bool]:
+    """Whether what is owed is loaded into a model that is compiled, and one that is recomputed."""
+    model, optimizer = made()
+    with accelerate_fsdp(model, optimizer, OWES) as exchange:
+        trained(model, optimizer, 2)
+        kept = exchange.state_dict()
+    same = []
+    for again in (torch.compile(made()[0], backend="eager"), made(recomputed=True)[0]):
+        with accelerate_fsdp(again, torch.optim.Adam(again.parameters()), OWES) as exchange:
+            exchange.load_state_dict(kept)
+            [units] = [state["units"] for state in exchange.state_dict().values()]
+        [before] = [state["units"] for state in kept.values()]
+        same.append(torch.equal(units["Sequential"]["error"], before["Sequential"]["error"]))
+    return same
+
+
+def test_a_state_is_of_the_same_modules_under_wrappers_of_torch(two: Ranks) -> None:
+    assert two.run(owed_under_wrappers) == [[True, True]] * 2
 
 
 def trained_in_turns() -> str:
