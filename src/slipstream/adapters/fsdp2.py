@@ -24,7 +24,7 @@ from slipstream.adapters.fsdp2_trace import FsdpTracer
 from slipstream.adapters.fsdp2_units import Unit, comm_of, compressor_of, units_of
 from slipstream.cluster.groups import new_group
 from slipstream.errors import StrategyError, UsageError
-from slipstream.optim.nested_step import around_all, let_have_hooks
+from slipstream.optim.nested_step import around_all, let_have_hooks, stepping
 from slipstream.session.accelerate import strategy_of
 from slipstream.strategy import Strategy
 from slipstream.transport.consistency import agree
@@ -99,6 +99,7 @@ class FsdpExchange:
     ) -> None:
         self.strategy, self._model, self._units = strategy, model, units_of(model)
         check_units(self._units, strategy.gradients.codec)
+        optimizer = stepping(optimizer)
         let_have_hooks(optimizer)
         self._hooks: list[Any] = []
         groups = self._groups(error)
@@ -199,7 +200,13 @@ class FsdpExchange:
             )
 
     def _updated(self) -> None:
+        """Count a step, but for one that no gradients came before: DCP takes it to make states."""
+        if not self._reducer.reduced:
+            return
         self._reducer.updates += 1
+        self._reducer.reduced = False
+        if self._tracer is not None:
+            self._tracer.update_ends()
 
     def _trace(self, optimizer: torch.optim.Optimizer) -> FsdpTracer:
         world = dist.get_world_size()

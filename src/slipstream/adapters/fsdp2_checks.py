@@ -116,12 +116,14 @@ def check_width(unit: Unit, width: int) -> None:
     compressor = unit.compressor
     if compressor is None or not compressor.feedback:
         return
-    owed = compressor.error
-    if width != unit.width or (owed is not None and owed.shape[1] != width):
-        before = "" if owed is None else f", and {owed.shape[1]} in the pass before"
+    trainable, owed = unit.trainable, compressor.error
+    if width != unit.width or (owed is not None and unit.owes != trainable):
+        changed = [] if owed is None else sorted({*unit.owes} ^ {*trainable})
+        since = f"; since the pass before, {changed[0]} was frozen or unfrozen" if changed else ""
         raise ModelError(
             f"{unit.name}: gradients of {width} values a rank came; its trainable parameters have "
-            f"{unit.width}{before}. The codec owes parts of earlier gradients to each of them, so "
+            f"{unit.width}{since}. The codec owes parts of earlier gradients to each of them, so "
             "all need one in every pass: call set_reduce_scatter_unused_params(True); after "
             "freezing or unfreezing, close() this exchange and make a new one"
         )
+    unit.owes = trainable

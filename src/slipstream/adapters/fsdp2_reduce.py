@@ -46,6 +46,7 @@ class Reducer:
         updates: steps of the optimizer so far.
         sent_bytes: of gradients that this rank has sent so far.
         under_way: modules whose gradients travel, and hold NaN until they are there.
+        reduced: whether gradients came since the last update; also where nobody else is there.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Reducer:
         tracer: FsdpTracer | None,
     ) -> None:
         self.updates = self.sent_bytes = self.under_way = 0
+        self.reduced = False
         self._gradients, self._tracer = strategy.gradients, tracer
         self._channels: dict[tuple[int, ...], Channel] = {}
         recorder = None if tracer is None else tracer.recorder
@@ -179,6 +181,7 @@ class UnitReduceScatter(ReduceScatterComm):
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         self._reducer.make_room(self._unit)
+        self._reducer.reduced = True
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

@@ -21,7 +21,7 @@ def state_of(units: Sequence[Unit], updates: int) -> dict[str, Any]:
     coded = {
         unit.name: {
             "calls": unit.compressor.calls,
-            "parameters": unit.trainable,
+            "parameters": unit.owes or unit.trainable,
             "error": unit.owed(),
         }
         for unit in units
@@ -57,8 +57,10 @@ def load_state(units: Sequence[Unit], state: Mapping[str, Any]) -> int:
         error = saved["error"]
         if error is not None and not error.any():
             error = None  # nothing is owed yet, and other parameters may train since
-        if error is not None and (
-            saved["parameters"] != unit.trainable or error.shape[1] != unit.width
+        if (
+            error is not None
+            and unit.trainable  # else frozen for the moment, as a discriminator is
+            and (saved["parameters"] != unit.trainable or error.shape[1] != unit.width)
         ):
             raise UsageError(
                 f"{name}: this state is of {saved['parameters']} with {error.shape[1]} values "
@@ -67,6 +69,7 @@ def load_state(units: Sequence[Unit], state: Mapping[str, Any]) -> int:
             )
         compressor.calls = saved["calls"]
         compressor.error = None if error is None else error.clone()
+        unit.owes = [] if error is None else saved["parameters"]
     updates: int = state["updates"]
     return updates
 

@@ -76,7 +76,6 @@ class FsdpTracer:
             model.register_forward_pre_hook(begins, prepend=True, with_kwargs=True),
             model.register_forward_hook(untraced(self._forward_ends)),
             optimizer.register_step_pre_hook(around_all(lambda *_: self._update_begins())),
-            optimizer.register_step_post_hook(around_all(lambda *_: self._update_ends())),
         ]
         self._iteration_begins()
 
@@ -152,7 +151,8 @@ class FsdpTracer:
             self._leave()
             self._optimizer_begun = self.recorder.now()
 
-    def _update_ends(self) -> None:
+    def update_ends(self) -> None:
+        """End an iteration; write the trace behind the last one, which makes this a collective."""
         if self._closed:
             return
         if self.recorder.active:

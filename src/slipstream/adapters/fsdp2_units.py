@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from zlib import crc32
 
 import torch
@@ -20,6 +20,10 @@ from slipstream.codecs.int4 import Int4Codec
 from slipstream.errors import ModelError
 from slipstream.strategy import CodecVariant, Int4Config, Int8Config, OneBitConfig
 
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""Parts of paths that ``torch.compile`` and checkpointed activations add; torch's own
+``get_state_dict`` leaves them out, too."""
+
 
 @dataclass(eq=False, slots=True)
 class Unit:
@@ -32,6 +36,7 @@ class Unit:
         ranks: that share them.
         paths: of all modules of the model.
         compressor: of its gradients; None: they travel as they are, or in half.
+        owes: paths of the parameters to which what the compressor keeps belongs.
     """
 
     name: str
@@ -40,6 +45,7 @@ class Unit:
     ranks: Ranks
     paths: Mapping[nn.Module, str]
     compressor: ScatterCompressor | None = None
+    owes: list[str] = field(default_factory=list)
 
     @property
     def trainable(self) -> list[str]:
@@ -74,14 +80,14 @@ class Unit:
 def units_of(model: nn.Module) -> list[Unit]:
     """The calls of ``fully_shard`` inside a model that have parameters of their own."""
     found: dict[int, Unit] = {}
-    paths = {module: name for name, module in model.named_modules()}
-    for name, module in model.named_modules():
+    paths = {module: _unwrapped(name) for name, module in model.named_modules()}
+    for module, name in paths.items():
         if not isinstance(module, FSDPModule):
             continue
         # torch tells nowhere else what a module's comms are, and which ranks share it (2.13).
         state = module._get_fsdp_state()
         groups: Sequence[FSDPParamGroup] = state._fsdp_param_groups
-        name = name or type(model).__name__.removeprefix("FSDP")
+        name = name or type(module).__name__.removeprefix("FSDP")
         if len(groups) > 1:
             raise ModelError(
                 f"{name}: fully_shard put its parameters on {len(groups)} meshes "
@@ -98,6 +104,12 @@ def units_of(model: nn.Module) -> list[Unit]:
             ranks = Ranks(dist.get_rank(shared), dist.get_world_size(shared))
             found.setdefault(id(state), Unit(name, module, group, ranks, paths))
     return list(found.values())
+
+
+def _unwrapped(path: str) -> str:
+    """The path of a module without wrappers around it, by which a state is of the same modules with
+    and without them."""
+    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
 
 
 def comm_of(unit: Unit) -> object:

@@ -78,6 +78,13 @@ def around_all(
     return hooked
 
 
+def stepping(optimizer: Any) -> Any:
+    """Find the optimizer that steps: that inside of Accelerate's, which does nothing in the passes
+    before the last one of a window."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, Optimizer) else optimizer
+
+
 def let_have_hooks(optimizer: Any) -> None:
     """Do what ``Optimizer.__init__`` does for hooks of a step, where a class around another
     optimizer does not call it (Lookahead)."""

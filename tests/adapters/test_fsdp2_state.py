@@ -1,0 +1,145 @@
+"""Under ``fully_shard``: to which parameters a codec owes, and which steps are updates."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from slipstream.adapters.fsdp2 import accelerate_fsdp
+from slipstream.errors import ModelError
+from slipstream.trace import chrome
+from tests.harness.ranks import Ranks
+
+OWES: Any = {"gradients": {"codec": {"kind": "int4", "block": 8}}}
+
+
+def made(*, recomputed: bool = False) -> tuple[Any, torch.optim.Optimizer]:
+    """Two layers of the same size in one call of ``fully_shard``."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    if recomputed:
+        apply_activation_checkpointing(model, check_fn=lambda one: isinstance(one, nn.Linear))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def trained(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(steps):
+        model(torch.randn(3, 4, generator=random)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
+
+
+def frozen_between() -> bool:
+    """Whether a discriminator that is saved while its generator trains goes on bit for bit, in a
+    run that loads it before it is trained, and in one that loads it while it is frozen."""
+    model, optimizer = made()
+    with accelerate_fsdp(model, optimizer, OWES) as exchange:
+        trained(model, optimizer, 3)
+        model.requires_grad_(False)
+        kept = copy.deepcopy((model.state_dict(), optimizer.state_dict(), exchange.state_dict()))
+        model.requires_grad_(True)
+        last = trained(model, optimizer, 3)
+    ended = []
+    for trains in (True, False):
+        again, optimizer = made()
+        model_state, optimizer_state, state = copy.deepcopy(kept)
+        again.load_state_dict(model_state)
+        optimizer.load_state_dict(optimizer_state)
+        with accelerate_fsdp(again, optimizer, OWES) as exchange:
+            again.requires_grad_(trains)
+            exchange.load_state_dict(state)
+            again.requires_grad_(True)
+            ended.append(trained(again, optimizer, 3))
+    return all(torch.equal(a, b) for end in ended for a, b in zip(last, end, strict=True))
+
+
+def test_a_run_saved_while_its_parameters_are_frozen_goes_on(two: Ranks) -> None:
+    assert two.run(frozen_between) == [True, True]
+
+
+def owed_under_wrappers() -> list[bool]:
+    """Whether what is owed is loaded into a model that is compiled, and one that is recomputed."""
+    model, optimizer = made()
+    with accelerate_fsdp(model, optimizer, OWES) as exchange:
+        trained(model, optimizer, 2)
+        kept = exchange.state_dict()
+    same = []
+    for again in (torch.compile(made()[0], backend="eager"), made(recomputed=True)[0]):
+        with accelerate_fsdp(again, torch.optim.Adam(again.parameters()), OWES) as exchange:
+            exchange.load_state_dict(kept)
+            [units] = [state["units"] for state in exchange.state_dict().values()]
+        [before] = [state["units"] for state in kept.values()]
+        same.append(torch.equal(units["Sequential"]["error"], before["Sequential"]["error"]))
+    return same
+
+
+def test_a_state_is_of_the_same_modules_under_wrappers_of_torch(two: Ranks) -> None:
+    assert two.run(owed_under_wrappers) == [[True, True]] * 2
+
+
+def trained_in_turns() -> str:
+    model, optimizer = made()
+    model[2].requires_grad_(False)
+    with accelerate_fsdp(model, optimizer, OWES):
+        trained(model, optimizer, 2)
+        model[2].requires_grad_(True)
+        model[0].requires_grad_(False)
+        with pytest.raises(ModelError) as caught:
+            trained(model, optimizer, 1)
+    return str(caught.value)
+
+
+def test_what_is_owed_to_a_layer_never_goes_to_another_of_its_size(two: Ranks) -> None:
+    for said in two.run(trained_in_turns):
+        assert "since the pass before, 0.bias was frozen or unfrozen" in said
+        assert "close() this exchange and make a new one" in said
+
+
+def made_by_dcp(folder: str) -> int:
+    model, optimizer = made()
+    traced = {"trace": {"steps": 2, "skip": 0, "folder": folder}}
+    with accelerate_fsdp(model, optimizer, traced) as exchange:
+        get_optimizer_state_dict(model, optimizer)
+        assert exchange.updates == 0
+        trained(model, optimizer, 2)
+    return exchange.updates
+
+
+def test_the_step_in_which_dcp_makes_states_is_no_update(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(made_by_dcp, str(tmp_path)) == [2, 2]
+    spans = [(e.step, e.name) for e in chrome.read(tmp_path / "trace.json").events if e.rank == 0]
+    assert [sum(one == (step, "backward") for one in spans) > 0 for step in (0, 1)] == [True, True]
+
+
+def in_windows() -> int:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = made()
+    prepared = accelerator.prepare_optimizer(optimizer)
+    with accelerate_fsdp(model, prepared) as exchange:
+        for number in range(4):  # each pass is exchanged, each second one steps
+            accelerator.gradient_state._set_sync_gradients(number % 2 == 1)
+            trained(model, prepared, 1)
+    return exchange.updates
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="not installed: accelerate")
+def test_steps_that_accelerate_leaves_out_are_no_updates(two: Ranks) -> None:
+    assert two.run(in_windows) == [2, 2]
