@@ -195,7 +195,7 @@ def test_a_gradient_that_comes_again(two):
         assert max(two.run(share_more_often, False, changing)) < 1e-5
 
 
-def gradient_from_elsewhere() -> None:
+def gradient_from_elsewhere(graph: bool) -> None:
     case, rank = MODELS["mlp"], dist.get_rank()
     model, alone = build(case), build(case)
     batches = [[case.batch(r, step) for r in range(2)] for step in range(2)]
@@ -205,7 +205,7 @@ def gradient_from_elsewhere() -> None:
         for parameter in model.parameters():
             parameter.grad = None
         with session.no_sync():
-            model(*batches[0][rank]).backward()
+            model(*batches[0][rank]).backward(create_graph=graph)
         session.backward(model(*batches[1][rank]))
         for batch in [*batches[0], *batches[1]]:
             (alone(*batch) / 2).backward()
@@ -213,8 +213,9 @@ def gradient_from_elsewhere() -> None:
             torch.testing.assert_close(p.grad, q.grad)
 
 
-def test_a_gradient_outside_session_backward(two):
-    two.run(gradient_from_elsewhere)
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_gradient_outside_session_backward(two, graph):
+    two.run(gradient_from_elsewhere, graph)
 
 
 def thaw() -> None:
