@@ -198,6 +198,11 @@ class ParallelDims:
         """Number of ranks that train this part of the model."""
         return len(self.data_ranks)
 
+    @property
+    def connected(self) -> bool:
+        """Whether the groups are there: a script may have destroyed them."""
+        return self.control is None or self.control in dist.distributed_c10d._world.pg_map
+
     def any_rank(self, flag: bool) -> bool:
         """Whether ``flag`` is set on any rank of this copy of the model."""
         if self.model is None:
