@@ -156,12 +156,13 @@ def test_a_debugger_asks_where_the_script_has_called_it(innermost_first, asks):
     assert "pydevd" not in place.line
 
 
-def test_an_update_is_a_sign_of_life():
+@pytest.mark.parametrize("what", ["updates", "passes"])
+def test_an_update_is_a_sign_of_life(what):
     """A script that waits in one line, and makes an update between two looks, does not hang."""
     progress, start, found = UpdateCount(), time.monotonic(), []
     view = OwnView(0, "here", progress, spins=False, window=1.0)
-    for seconds, updates in ((0, 0), (1000, 0), (2000, 1), (3000, 1)):
-        progress.updates = updates
+    for seconds, done in ((0, 0), (1000, 0), (2000, 1), (3000, 1)):
+        setattr(progress, what, done)
         found.append(view.state(start + seconds).still)
     assert found == [0, 1000, 0, 1000]
 
