@@ -218,6 +218,27 @@ def test_a_gradient_outside_session_backward(two, graph):
     two.run(gradient_from_elsewhere, graph)
 
 
+def gradients_wider_than_parameters() -> None:
+    model, alone = (nn.Linear(8, 3, dtype=torch.bfloat16) for _ in range(2))
+    for parameter in [*model.parameters(), *alone.parameters()]:
+        parameter.grad_dtype = torch.float32
+    batches = [torch.full((2, 8), 0.37 + rank, dtype=torch.bfloat16) for rank in range(2)]
+    with accelerate(model) as session:
+        alone.load_state_dict(model.state_dict())
+        session.backward(1.01 * model(batches[dist.get_rank()]).float().square().mean())
+        for batch in batches:
+            (1.01 * alone(batch).float().square().mean()).backward()
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            torch.testing.assert_close(p.grad, q.grad / 2, rtol=1e-6, atol=0)
+        session.optimizer.zero_grad()
+
+
+def test_gradients_wider_than_their_parameters_stay_exact(two):
+    two.run(gradients_wider_than_parameters)
+
+
 def thaw() -> None:
     case = MODELS["frozen"]
     model = build(case)
