@@ -124,7 +124,8 @@ def checksum(batch: object) -> int:
     """
     value = 0
     for tensor in tensors(batch):
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        # a view of one value may have any stride, which `contiguous` lets be
+        flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
         value = crc32(flat.view(torch.uint8).numpy().tobytes(), value + tensor.dim())
     return value
 
