@@ -55,6 +55,13 @@ def test_repetitions_and_changed_places_are_seen(size):
     assert digest([mixed]) != digest([torch.cat([twos, ones])])
 
 
+def test_a_single_value_may_have_any_stride():
+    """As the momentum that begins with a gradient of `mean.expand_as(bias)`."""
+    one = torch.full((1,), 2.0)
+    assert digest([torch.tensor(2.0).expand(1).clone()]) == digest([one])
+    assert digest([one.as_strided((1, 1), (7, 3))]) == digest([one])
+
+
 def test_many_small_tensors_are_one():
     small = [torch.randn(k % 7 + 1) for k in range(300)]
     before = digest(small)

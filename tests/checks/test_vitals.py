@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.checks.own_view import OwnView, UpdateCount
 from slipstream.checks.stacks import Frame, all_stacks, main_place, place_of
 from slipstream.checks.vitals import Vitals, state, unsent, vitals
 
@@ -153,6 +154,17 @@ def test_a_debugger_asks_where_the_script_has_called_it(innermost_first, asks):
     place = place_of(frames)
     assert place.asking == asks
     assert "pydevd" not in place.line
+
+
+@pytest.mark.parametrize("what", ["updates", "passes"])
+def test_an_update_is_a_sign_of_life(what):
+    """A script that waits in one line, and makes an update between two looks, does not hang."""
+    progress, start, found = UpdateCount(), time.monotonic(), []
+    view = OwnView(0, "here", progress, spins=False, window=1.0)
+    for seconds, done in ((0, 0), (1000, 0), (2000, 1), (3000, 1)):
+        setattr(progress, what, done)
+        found.append(view.state(start + seconds).still)
+    assert found == [0, 1000, 0, 1000]
 
 
 def test_the_line_of_the_script_is_found():

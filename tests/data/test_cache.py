@@ -79,6 +79,11 @@ def test_what_is_kept_of_a_view_is_no_more_than_the_view() -> None:
     assert len(pickle.dumps(rows[3])) > 4_000_000
 
 
+def test_a_view_of_one_value_is_kept_whatever_its_stride() -> None:
+    value = torch.tensor([2.0], dtype=torch.bfloat16)
+    assert pickled(value[0].expand(1)) == pickled(value)
+
+
 def test_a_full_cache_keeps_what_it_has_and_reads_the_others(config: CacheConfig) -> None:
     data = Rows(40, width=50_000)
     kept = cached(data, config)

@@ -195,7 +195,7 @@ def test_a_gradient_that_comes_again(two):
         assert max(two.run(share_more_often, False, changing)) < 1e-5
 
 
-def gradient_from_elsewhere() -> None:
+def gradient_from_elsewhere(graph: bool) -> None:
     case, rank = MODELS["mlp"], dist.get_rank()
     model, alone = build(case), build(case)
     batches = [[case.batch(r, step) for r in range(2)] for step in range(2)]
@@ -205,7 +205,7 @@ def gradient_from_elsewhere() -> None:
         for parameter in model.parameters():
             parameter.grad = None
         with session.no_sync():
-            model(*batches[0][rank]).backward()
+            model(*batches[0][rank]).backward(create_graph=graph)
         session.backward(model(*batches[1][rank]))
         for batch in [*batches[0], *batches[1]]:
             (alone(*batch) / 2).backward()
@@ -213,8 +213,30 @@ def gradient_from_elsewhere() -> None:
             torch.testing.assert_close(p.grad, q.grad)
 
 
-def test_a_gradient_outside_session_backward(two):
-    two.run(gradient_from_elsewhere)
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_gradient_outside_session_backward(two, graph):
+    two.run(gradient_from_elsewhere, graph)
+
+
+def gradients_wider_than_parameters() -> None:
+    model, alone = (nn.Linear(8, 3, dtype=torch.bfloat16) for _ in range(2))
+    for parameter in [*model.parameters(), *alone.parameters()]:
+        parameter.grad_dtype = torch.float32
+    batches = [torch.full((2, 8), 0.37 + rank, dtype=torch.bfloat16) for rank in range(2)]
+    with accelerate(model) as session:
+        alone.load_state_dict(model.state_dict())
+        session.backward(1.01 * model(batches[dist.get_rank()]).float().square().mean())
+        for batch in batches:
+            (1.01 * alone(batch).float().square().mean()).backward()
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            torch.testing.assert_close(p.grad, q.grad / 2, rtol=1e-6, atol=0)
+        session.optimizer.zero_grad()
+
+
+def test_gradients_wider_than_their_parameters_stay_exact(two):
+    two.run(gradients_wider_than_parameters)
 
 
 def thaw() -> None:

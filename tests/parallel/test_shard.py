@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from slipstream.errors import StrategyError
-from slipstream.parallel.dims import Mesh
+from slipstream.parallel.dims import Mesh, checksum
 from slipstream.parallel.tensor.shard import Shard
 
 
@@ -42,3 +42,7 @@ def test_every_rank_is_in_one_group_of_each_axis(data: int, pipeline: int, tenso
 def test_ranks_that_make_no_box_are_refused() -> None:
     with pytest.raises(StrategyError, match="take 4 ranks, but 6 were started"):
         Mesh.of(6, pipeline=2, tensor=2)
+
+
+def test_a_batch_of_one_value_is_compared_whatever_its_stride() -> None:
+    assert checksum(torch.tensor(2.0).expand(1)) == checksum(torch.tensor([2.0]))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import redirect_stderr
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import slipstream
 from slipstream.fusion.checks import useful_settings
@@ -156,6 +159,49 @@ def test_a_trace_still_open_is_written_at_close(tmp_path: Path) -> None:
         update(session)
         assert not (tmp_path / "trace.json").exists()
     assert {e.step for e in read(tmp_path / "trace.json").events} == {0}
+
+
+def test_a_trace_of_one_process_that_fails_is_written(tmp_path: Path) -> None:
+    session = opened({"trace": {"steps": 9, "skip": 0, "folder": str(tmp_path)}})
+    update(session)
+    session.__exit__(KeyError, KeyError("a bad sample"), None)
+    assert {event.step for event in read(tmp_path / "trace.json").events} == {0}
+
+
+def unfinished(folder: str, how: str) -> str:
+    """What is said where ranks are gone before the last update of a trace."""
+    session = opened({"trace": {"steps": 9, "skip": 0, "folder": folder}})
+    update(session)
+    with redirect_stderr(StringIO()) as said:
+        if how == "the groups are gone":
+            dist.destroy_process_group()
+            session.close()
+        else:
+            session.__exit__(KeyError, KeyError("a bad sample"), None)
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("how", ["the groups are gone", "an error"])
+def test_a_trace_that_is_not_written_is_told(two: Ranks, tmp_path: Path, how: str) -> None:
+    first, second = two.run(unfinished, str(tmp_path), how, connect=False, timeout=40)
+    assert "no trace is written: the run has ended before its last update" in first
+    assert not second
+    assert not [*tmp_path.iterdir()]
+
+
+def test_sessions_side_by_side_write_a_trace_each(tmp_path: Path) -> None:
+    strategy = {"trace": {"steps": 2, "skip": 0, "folder": str(tmp_path)}}
+    both = opened(strategy), opened(strategy)
+    for session in 2 * both:
+        update(session)
+    for session in both:
+        session.close()
+    names = ["trace-2.json", "trace.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    with opened(strategy) as session:  # as where a notebook runs its cell again
+        update(session)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert {event.step for event in read(tmp_path / "trace.json").events} == {0}
 
 
 def test_nothing_is_recorded_unless_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -65,7 +65,8 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.coalesce()
         return torch.cat([_words(tensor._indices()), _words(tensor._values())])
     flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    flat = flat.contiguous().view(-1)
+    # a view of one value may have any stride, which `contiguous` lets be
+    flat = flat.contiguous().as_strided((flat.numel(),), (1,))
     begins, size = flat.storage_offset() * flat.itemsize, flat.nbytes
     if begins % 8 or size % 8:
         padded = torch.zeros(-(-size // 8) * 8, dtype=torch.uint8, device=flat.device)

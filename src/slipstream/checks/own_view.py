@@ -21,11 +21,13 @@ NAMES = 8
 
 @dataclass(slots=True)
 class UpdateCount:
-    """Updates that are done: ``step`` of the whole run, ``updates`` of this session; seconds that
-    they have waited for other ranks; and the thread that made the last one."""
+    """Updates that are done: ``step`` of the whole run, ``updates`` of this session, which has made
+    so many backward ``passes``; seconds that they have waited for other ranks; and the thread that
+    made the last one."""
 
     step: int = 0
     updates: int = 0
+    passes: int = 0
     waited: float = 0.0
     thread: threading.Thread | None = None
 
@@ -64,7 +66,7 @@ class OwnView:
         self._spins, self._window = spins, window
         self.looked = self.alive = time.monotonic()
         self._place: CallSite | None = None
-        self._vitals = Vitals()
+        self._vitals, self._done = Vitals(), 0  # when it last lived
         self._counted = replace(progress), self.looked  # from where an update's time is taken
         self._seconds = 0.0
 
@@ -92,10 +94,12 @@ class OwnView:
         trains = None if thread is threading.main_thread() else thread.native_id
         signs = vitals(os.getpid(), threading.get_native_id(), trains=trains)
         moves_on = self._place is None or place.key != self._place.key
+        done = self._progress.updates + self._progress.passes
+        moves_on |= done != self._done  # between two looks, maybe
         # since it last lived, not since the last look: the kernel counts by ticks
         seconds, computing = now - self.alive, not self._spins
         if moves_on or signs.show_life_since(self._vitals, seconds, computing=computing):
-            self.alive, self._vitals = now, signs
+            self.alive, self._vitals, self._done = now, signs, done
         self._place, self.looked = place, now
         exchange, names = "", tuple[str, ...]()
         if place.exchanging:

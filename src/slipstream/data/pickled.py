@@ -22,7 +22,8 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         values = value.contiguous()
         if value.dtype in _NOT_IN_NUMPY:
-            values = values.view(-1).view(torch.uint8)
+            # a view of one value may have any stride, which `contiguous` lets be
+            values = values.as_strided((values.numel(),), (1,)).view(torch.uint8)
         return _tensor, (values.numpy().copy(), value.dtype, value.shape)
 
 

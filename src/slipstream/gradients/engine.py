@@ -280,6 +280,7 @@ class Engine(GradientEngine):
             if hooks is not None and next(reversed(hooks), hook.id) != hook.id:
                 hooks[hook.id] = hooks.pop(hook.id)  # torch does not see move_to_end()
 
+    @torch.no_grad()  # gradients of the script's own may have a graph
     def _exchange(self, backward: _Backward) -> None:
         """Send what was not sent under backward, and wait for everything."""
         if self._layout is None:

@@ -124,7 +124,8 @@ def checksum(batch: object) -> int:
     """
     value = 0
     for tensor in tensors(batch):
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        # a view of one value may have any stride, which `contiguous` lets be
+        flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
         value = crc32(flat.view(torch.uint8).numpy().tobytes(), value + tensor.dim())
     return value
 
@@ -197,6 +198,11 @@ class ParallelDims:
     def data_size(self) -> int:
         """Number of ranks that train this part of the model."""
         return len(self.data_ranks)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the groups are there: a script may have destroyed them."""
+        return self.control is None or self.control in dist.distributed_c10d._world.pg_map
 
     def any_rank(self, flag: bool) -> bool:
         """Whether ``flag`` is set on any rank of this copy of the model."""

@@ -274,5 +274,5 @@ def _tracer(
         search,
         lambda: [row for handle in computing for row in handle.report_rows()],
     )
-    given.handles.defer(tracer.write, on_error=tracer.drop)
+    given.handles.defer(tracer.write, on_error=tracer.abandon)
     return tracer

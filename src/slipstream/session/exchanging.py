@@ -300,7 +300,8 @@ def _engine(
         verdict.pays if verdict else lambda num_bytes: True,
         shards,
         _rails(transports),
-        narrow=not precision.exchanges_wide,
+        # those of half weights; a script that asks for wider ones (`grad_dtype`) wants them exact
+        narrow=precision.masters is not None and not precision.exchanges_wide,
     )
     engine = Engine(
         given.model,

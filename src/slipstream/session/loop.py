@@ -272,6 +272,7 @@ class TrainingLoop:
         # what no_sync() has gathered may be thrown away
         self._zeroing.note(in_window=not exchange and not self._local_only)
         self.backwards += 1
+        self.progress.passes += 1
         self._in_no_sync += self._local_only
         if self.backwards == UNUSED * self.window.accumulate > UNUSED:
             unused = self.complaint()  # as where step() is called in sync_gradients alone

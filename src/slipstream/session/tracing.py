@@ -17,6 +17,7 @@ from slipstream.gradients.interface import GradientEngine
 from slipstream.gradients.layout import Gradient
 from slipstream.gradients.segments import gradients_of, parameters_of
 from slipstream.plain_copy import attach
+from slipstream.session import trace_file
 from slipstream.session.given import Given
 from slipstream.session.gradient_norms import GradientNorms
 from slipstream.sharding.checks import refusal_of_sharded
@@ -116,7 +117,6 @@ class SessionTracer:
         self.search, self.device, self.computing = search, given.cluster.device, computing
         self._in_users_window = search is None
         self._aligned = self._closed = False
-        self._written = 0  # files
         self._watch: SpeedWatch | None = None  # while nothing is recorded until speed changes
         # Where in an iteration the training is:
         self._iteration = self._samples = self._batch_size = 0
@@ -131,6 +131,7 @@ class SessionTracer:
         norms = trained if strategy.trace.norms and strategy.local is None else []
         self._norms = GradientNorms(norms, engine, self.recorder)
         self._remove_hook = self._hook_forward()
+        trace_file.begin(self)
 
     def _hook_forward(self) -> Callable[[], None]:
         return attach(
@@ -240,16 +241,27 @@ class SessionTracer:
             self._write()
 
     def _write(self) -> None:
+        if not self.dims.connected:
+            trace_file.say_lost(self.recorder.rank)
+            return
         trace = self._gather()
-        self._written += 1
         if trace is not None and trace.events:
-            number = f"-{self._written}" if self._written > 1 else ""
-            path = Path(self.strategy.trace.folder) / f"trace{number}.json"
-            chrome.leave(trace, path)
+            chrome.leave(trace, trace_file.new_path(Path(self.strategy.trace.folder)))
+
+    def abandon(self) -> None:
+        """After an error other ranks may not be there to gather a trace; a single one writes it."""
+        if not self._in_users_window or self._iteration <= self.recorder.first_step:
+            self.drop()
+        elif self.dims.control is None:
+            self.write()
+        elif not self._closed:
+            self.drop()
+            trace_file.say_lost(self.recorder.rank)
 
     def drop(self) -> None:
         """Stop recording, without a collective."""
         self._closed = True
+        trace_file.end(self)
         self._remove_hook()
         self._norms.close()
 
