@@ -123,11 +123,14 @@ def test_no_meeting_changes_parameters_that_a_graph_still_needs(two: Ranks) -> N
     assert torch.equal(first, second)
 
 
-def set_at_the_end(copies: bool) -> None:
-    """The best parameters, by ``data``, while a change is on its way."""
+def set_at_the_end(copies: bool, local: dict[str, int]) -> None:
+    """The best parameters, by ``data``, while a meeting is to end."""
     model = build()
-    local = {"steps": 4, "delay": 3}
-    with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        slipstream.accelerate(model, sgd(model), None, {"local": {"steps": 4, **local}}) as session,
+    ):
+        patch.setattr(FixedCarrier, "arrived", False)  # of different speed, ranks wait
         for update in range(5):
             session.backward(loss_of(model, session.rank, update))
             session.step()
@@ -140,9 +143,12 @@ def set_at_the_end(copies: bool) -> None:
         assert (parameter == 0.5).all()
 
 
+@pytest.mark.parametrize("local", [{"delay": 3}, {"stretch": 3}], ids=str)
 @pytest.mark.parametrize("copies", [True, False])
-def test_parameters_that_a_script_sets_at_the_end_stay(two: Ranks, copies: bool) -> None:
-    two.run(set_at_the_end, copies)
+def test_parameters_that_a_script_sets_at_the_end_stay(
+    two: Ranks, copies: bool, local: dict[str, int]
+) -> None:
+    two.run(set_at_the_end, copies, local)
 
 
 def with_a_change_on_its_way(swaps: bool) -> Tensor:

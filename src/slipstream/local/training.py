@@ -547,7 +547,8 @@ class LocalTraining:
         self._take_outer()
         with self._keeping_what_was_written():
             self._merge(lambda flight: True)
-        if not self._closes_with_others():
+            together = self._closes_with_others()
+        if not together:
             for meeting in self._meetings:
                 meeting.write(meeting.outer)
             return
@@ -569,7 +570,7 @@ class LocalTraining:
     @contextmanager
     def _keeping_what_was_written(self) -> Iterator[None]:
         """Keep parameters and buffers that the script has written since the last update, the best
-        it knows, say: a meeting on its way is not of them. An average that it has put in for a
+        it knows, say: a meeting that ends now is not of them. An average that it has put in for a
         while is none."""
         if self._rows is None or all(map(torch.equal, self._rows, self._first_rows())):
             yield
@@ -581,9 +582,10 @@ class LocalTraining:
             meeting.buffers.write(buffers)
 
     def _note(self) -> None:
-        """Remember the parameters as an update has left them, where a meeting is on its way."""
+        """Remember the parameters as an update has left them, where a meeting is to end."""
         flies = any(meeting.flight is not None for meeting in self._meetings)
-        self._rows = self._first_rows() if flies else None
+        waits = self._pace.waited is not None
+        self._rows = self._first_rows() if flies or waits else None
 
     def _first_rows(self) -> list[torch.Tensor]:
         """Copy a row of each parameter, by which to know them: torch counts no writes to `data`."""
