@@ -105,7 +105,8 @@ class SessionStrategy(DDPStrategy):
             scaler=getattr(plugin, "scaler", None),
         )
         self._plugin, self.precision_plugin = plugin, _clipping_by(self.session, plugin)
-        self._callbacks = trainer.callbacks
+        made: Any = trainer  # which declares no callbacks
+        self._callbacks = made.callbacks
         self._callbacks.insert(0, self._evaluates)
 
     def on_exception(self, exception: BaseException) -> None:
@@ -236,7 +237,7 @@ class SessionStrategy(DDPStrategy):
 _OF_DDP = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
 
-class _Evaluates(Callback):  # type: ignore[misc]
+class _Evaluates(Callback):
     """The first callback: those behind it may put averages in where validation starts, and take
     them out where it ends, as Lightning tells a strategy of both last."""
 
