@@ -1,7 +1,8 @@
-"""Lightning and Fabric: steps in place of a forward, and optimizers that are set up anew."""
+"""Lightning and Fabric: steps in place of a forward, optimizers that are set up anew, averages."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -85,3 +86,37 @@ def rate_saved(folder: Path) -> float:
 
 def test_a_checkpoint_has_the_optimizer_that_was_set_up_anew(two: Ranks, tmp_path: Path) -> None:
     assert two.run(rate_saved, tmp_path) == [0.02, 0.02]
+
+
+def validated_with_an_average(folder: Path, swaps: bool) -> tuple[list[torch.Tensor], list[bool]]:
+    """The trained parameters, and whether each validation saw those that a callback puts in."""
+    callback: Any = importlib.import_module("lightning.pytorch").Callback
+    seen = []
+
+    class Average(callback):  # type: ignore[misc]
+        def on_validation_start(self, trainer: Any, module: Any) -> None:
+            self.own = [p.detach().clone() for p in module.parameters()]
+            for parameter in module.parameters():
+                parameter.data.fill_(0.5)
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            for parameter, own in zip(module.parameters(), self.own, strict=True):
+                parameter.data.copy_(own)
+
+    def looks(self: Any, batch: Any, index: int) -> None:
+        seen.append(all(bool((p == 0.5).all()) for p in self.parameters()))
+
+    made: list[Any] = [lambda given: Average()] if swaps else []
+    methods = {"validation_step": looks}
+    found = trained(Given({"local": {"steps": 3}}, folder), methods=methods, callbacks=made)
+    return found, seen
+
+
+def test_a_callback_validates_its_average_and_changes_no_training(
+    two: Ranks, tmp_path: Path
+) -> None:
+    expected = two.run(validated_with_an_average, tmp_path, False)
+    found = two.run(validated_with_an_average, tmp_path, True)
+    for (values, seen), (plain, _) in zip(found, expected, strict=True):
+        assert all(map(torch.equal, values, plain))
+        assert all(seen)

@@ -123,22 +123,72 @@ def test_no_meeting_changes_parameters_that_a_graph_still_needs(two: Ranks) -> N
     assert torch.equal(first, second)
 
 
-def set_at_the_end(delay: int) -> None:
-    """The best parameters, by ``data``, while a change is on its way."""
+def set_at_the_end(copies: bool, local: dict[str, int]) -> None:
+    """The best parameters, by ``data``, while a meeting is to end."""
     model = build()
-    local = {"steps": 4, "delay": delay}
-    with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        slipstream.accelerate(model, sgd(model), None, {"local": {"steps": 4, **local}}) as session,
+    ):
+        patch.setattr(FixedCarrier, "arrived", False)  # of different speed, ranks wait
         for update in range(5):
             session.backward(loss_of(model, session.rank, update))
             session.step()
         for parameter in model.parameters():
-            parameter.data = torch.full_like(parameter, 0.5)
+            if copies:  # torch counts no such writes
+                parameter.data.fill_(0.5)
+            else:
+                parameter.data = torch.full_like(parameter, 0.5)
     for parameter in model.parameters():
         assert (parameter == 0.5).all()
 
 
-def test_parameters_that_a_script_sets_at_the_end_stay(two: Ranks) -> None:
-    two.run(set_at_the_end, 3)
+@pytest.mark.parametrize("local", [{"delay": 3}, {"stretch": 3}], ids=str)
+@pytest.mark.parametrize("copies", [True, False])
+def test_parameters_that_a_script_sets_at_the_end_stay(
+    two: Ranks, copies: bool, local: dict[str, int]
+) -> None:
+    two.run(set_at_the_end, copies, local)
+
+
+def with_a_change_on_its_way(swaps: bool) -> Tensor:
+    model = build()
+    local = {"steps": 4, "delay": 3}
+    with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
+        for update in range(5):
+            session.backward(loss_of(model, session.rank, update))
+            session.step()
+        for parameter in model.parameters() if swaps else ():  # as to evaluate an average
+            own = parameter.detach().clone()
+            parameter.data.mul_(0.5)
+            parameter.data = own
+    return flat(model.parameters())
+
+
+def test_what_a_script_has_put_back_ends_with_the_change_on_its_way(two: Ranks) -> None:
+    assert all(map(torch.equal, *(two.run(with_a_change_on_its_way, s) for s in (True, False))))
+
+
+def by_two_optimizers() -> tuple[Tensor, Tensor]:
+    """The mean of the ranks' parameters before the end, and the parameters after it."""
+    model = build()
+    first, second = SGD([model.scale], lr=0.1), SGD(model[1].parameters(), lr=0.1)
+    local = {"steps": 4, "delay": 3}
+    with slipstream.accelerate(model, first, None, {"local": local}) as session:
+        for update in range(5):
+            session.backward(loss_of(model, session.rank, update))
+            first.step()
+            second.step()
+            first.zero_grad()
+            second.zero_grad()
+        mean = flat(model.parameters()) / 2
+        torch.distributed.all_reduce(mean)
+    return mean, flat(model.parameters())
+
+
+def test_the_step_of_another_optimizer_loses_no_change_on_its_way(two: Ranks) -> None:
+    for mean, found in two.run(by_two_optimizers):
+        assert not torch.allclose(mean, found)
 
 
 def without_an_update(updates: tuple[int, int]) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.optim.swa_utils import update_bn
 
 import slipstream
 from slipstream.errors import UsageError
@@ -253,3 +254,16 @@ def test_buffers_come_out_of_an_evaluation_that_has_changed_the_model() -> None:
         model.head = head
         model.register_buffer("table", torch.ones(3))  # one that has grown cannot meet
         assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+def test_counters_are_those_of_training_after_an_evaluation_that_counts() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with slipstream.accelerate(model, optimizer, None, {"local": {"steps": 9}}) as session:
+        for _ in range(3):
+            session.backward(model(torch.randn(5, 4)).square().mean())
+            session.step()
+        with session.evaluating():
+            update_bn([torch.randn(5, 4)], model)
+            assert model[1].num_batches_tracked == 1
+        assert model[1].num_batches_tracked == 3

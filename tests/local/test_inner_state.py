@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,7 @@ from torch.optim import Adam
 
 import slipstream
 from tests.harness.ranks import Ranks
+from tests.local.test_training import build, loss_of
 
 AVERAGED = {"local": {"steps": 2, "inner_state": "averaged"}}
 
@@ -57,3 +59,49 @@ def of_complex_numbers() -> Tensor:
 def test_the_state_of_complex_parameters_is_averaged_too(two: Ranks) -> None:
     first, second = two.run(of_complex_numbers)
     assert torch.equal(first, second)
+
+
+def with_a_later_optimizer(inner_state: str) -> list[Tensor]:
+    """What an optimizer that is made later keeps of its layer, after a meeting."""
+    model = build()
+    held = [p for name, p in model.named_parameters() if not name.startswith("1.")]
+    first = Adam(held, lr=0.02)
+    strategy = {"local": {"steps": 4, "inner_state": inner_state}}
+    with slipstream.accelerate(model, first, None, strategy) as session:
+        second = Adam(model[1].parameters(), lr=0.02)
+        for update in range(4):
+            session.backward(loss_of(model, session.rank, update))
+            second.step()
+            session.step()
+        return [state["exp_avg"].clone() for state in second.state.values()]
+
+
+def test_the_state_of_another_optimizer_is_averaged_and_forgotten_too(two: Ranks) -> None:
+    first, second = two.run(with_a_later_optimizer, "averaged")
+    assert len(first) == 2
+    assert all(map(torch.equal, first, second))
+    assert two.run(with_a_later_optimizer, "reset") == [[], []]
+
+
+def diverging_by_two_optimizers() -> list[bool]:
+    """Whether the parameters are finite after each update, of which one rank's second is not."""
+    model, finite = build(), []
+    first, second = Adam([model.scale], lr=0.02), Adam(model[1].parameters(), lr=0.02)
+    strategy = {"local": {"steps": 3}, "checks": {"nonfinite": "allow"}}
+    with (
+        warnings.catch_warnings(action="ignore"),
+        slipstream.accelerate(model, first, None, strategy) as session,
+    ):
+        for update in range(1, 8):
+            bad = update == 2 and session.rank == 1
+            session.backward(loss_of(model, session.rank, update) * (torch.nan if bad else 1.0))
+            second.step()
+            session.step()
+            finite.append(all(bool(p.isfinite().all()) for p in model.parameters()))
+    return finite
+
+
+def test_a_rank_that_diverges_forgets_the_state_of_all_its_optimizers(two: Ranks) -> None:
+    fine, cured = two.run(diverging_by_two_optimizers)
+    assert all(fine)
+    assert cured == [True, False] + [True] * 5

@@ -237,3 +237,45 @@ def test_ranks_save_and_evaluate_alike_behind_an_update_that_one_has_skipped(
     (saved, first), (_, second) = two.run(scaled, local, skips, str(tmp_path))
     assert saved == [4]
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def counted_alike() -> list[int]:
+    model = build()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    counted = []
+    with slipstream.accelerate(model, optimizer, None, {"local": {"steps": 4}}) as session:
+        for update in range(1, 6):
+            session.backward(loss_of(model, session.rank, update))
+            if not (update == 4 and session.rank):
+                optimizer.step()
+            optimizer.zero_grad()
+            counted.append(session.common_updates)
+    return counted
+
+
+def test_a_skipped_update_counts_where_its_gradients_are_zeroed(two: Ranks) -> None:
+    assert two.run(counted_alike) == [[1, 2, 3, 4, 5]] * 2
+
+
+def zeroed_in_an_evaluation(inside: bool) -> Tensor:
+    """All ranks skip the update at which they meet, and zero its gradients while they evaluate, or
+    right after it."""
+    model = build()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with slipstream.accelerate(model, optimizer, None, {"local": {"steps": 2}}) as session:
+        for update in range(1, 6):
+            session.backward(loss_of(model, session.rank, update))
+            if update != 4:
+                optimizer.step()
+                optimizer.zero_grad()
+            with session.evaluating():
+                if inside:
+                    optimizer.zero_grad()
+                    assert session.between_updates
+            optimizer.zero_grad()
+    return flat(model.parameters())
+
+
+def test_no_rank_meets_while_it_evaluates(two: Ranks) -> None:
+    found, expected = (two.run(zeroed_in_an_evaluation, inside) for inside in (True, False))
+    assert all(map(torch.equal, found, expected))

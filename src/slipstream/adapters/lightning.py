@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -73,6 +73,8 @@ class SessionStrategy(DDPStrategy):
         self._given = strategy
         self._plugin: Precision | None = None  # the Trainer's own, while a session is open
         self._evaluation = ExitStack()
+        self._evaluates = _Evaluates(self.evaluate)
+        self._callbacks: list[Callback] = []
 
     # Opening and closing.
 
@@ -103,6 +105,9 @@ class SessionStrategy(DDPStrategy):
             scaler=getattr(plugin, "scaler", None),
         )
         self._plugin, self.precision_plugin = plugin, _clipping_by(self.session, plugin)
+        made: Any = trainer  # which declares no callbacks
+        self._callbacks = made.callbacks
+        self._callbacks.insert(0, self._evaluates)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
@@ -116,6 +121,8 @@ class SessionStrategy(DDPStrategy):
         self._evaluation.close()
         session, self.session = self.session, None
         if session is not None:
+            with suppress(ValueError):  # the script has taken all callbacks out
+                self._callbacks.remove(self._evaluates)
             self.precision_plugin = self._plugin
             session.__exit__(*error)
 
@@ -182,7 +189,8 @@ class SessionStrategy(DDPStrategy):
 
     # Evaluation.
 
-    def on_validation_start(self) -> None:
+    def evaluate(self) -> None:
+        """Let the module have the parameters that evaluate best, until validation ends."""
         if self.session is not None:
             self._evaluation.enter_context(self.session.evaluating())
 
@@ -227,6 +235,17 @@ class SessionStrategy(DDPStrategy):
 
 
 _OF_DDP = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+
+
+class _Evaluates(Callback):
+    """The first callback: those behind it may put averages in where validation starts, and take
+    them out where it ends, as Lightning tells a strategy of both last."""
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self._begin = begin
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin()
 
 
 class _ClipsBySession(Precision):

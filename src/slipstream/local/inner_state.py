@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -15,20 +15,20 @@ from slipstream.optim.elementwise import COUNTERS
 
 def average_state(
     meeting: Meeting,
-    state: Mapping[torch.Tensor, Mapping[str, Any]],
+    states: Sequence[Mapping[torch.Tensor, Mapping[str, Any]]],
     average: Callable[[torch.Tensor], bool],
 ) -> None:
-    """Average what an optimizer keeps for each value of a fragment, where ranks keep the same.
+    """Average what optimizers keep for each value of a fragment, where ranks keep the same.
 
     Args:
         meeting: of the fragment.
-        state: of the optimizer.
+        states: of the optimizers of a script; of what several keep alike, that of the last counts.
         average: over ranks, in place.
     """
     named = {
         (piece.name, piece.first, key): piece.of(value)
         for piece in meeting.fragment.pieces
-        for key, value in sorted(state.get(piece.parameter, {}).items())
+        for key, value in sorted(_kept(states, piece.parameter).items())
         if isinstance(value, torch.Tensor)
         and key not in COUNTERS
         and (value.is_floating_point() or value.is_complex())
@@ -50,3 +50,9 @@ def average_state(
     average(flat)
     for value, part in zip(found, flat.split([v.numel() for v in found]), strict=True):
         value.copy_(part.view(value.shape))
+
+
+def _kept(
+    states: Sequence[Mapping[torch.Tensor, Mapping[str, Any]]], parameter: torch.Tensor
+) -> dict[str, Any]:
+    return {key: value for state in states for key, value in state.get(parameter, {}).items()}

@@ -36,6 +36,7 @@ def outer_view(
         kept = {p: p.detach().clone() for p in dict.fromkeys([*model.parameters(), *own])}
         buffers = [meeting.buffers.read() for meeting in meetings]
         held = dict(model.named_buffers(remove_duplicate=False))
+        counters = {name: b.clone() for name, b in held.items() if not b.is_floating_point()}
         for meeting in meetings:
             meeting.write(meeting.outer)
             if meeting.done:
@@ -49,6 +50,8 @@ def outer_view(
                 p.copy_(value)
             for meeting, values in zip(meetings, buffers, strict=True):
                 meeting.buffers.write(values, held)
+            for name, value in counters.items():
+                held[name].copy_(value)
     if changed:
         raise UsageError(
             f"{changed[0]}, which is frozen, was changed inside session.evaluating(), after which "

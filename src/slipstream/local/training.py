@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -73,8 +74,9 @@ class LocalTraining:
         self._model, self._optimizer = model, optimizer
         self._norms = norms and recorder is not None
         self._trained, self.ranks, self._engine = tuple(trained), ranks, engine
-        known = {t.parameter for t in trained}
-        self._frozen = [(name, p) for name, p in model.named_parameters() if p not in known]
+        self._others: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
+        self._met = met = {t.parameter for t in trained}
+        self._frozen = [(name, p) for name, p in model.named_parameters() if p not in met]
         self._precision = precision
         device = self._trained[0].parameter.device
         self._exchanges = IslandExchanges(
@@ -90,8 +92,8 @@ class LocalTraining:
         self._fresh = True  # a script may load the model that the first round begins with
         self._resumes = False  # it may load one that merges what was on its way
         self.evaluates = False
-        self._versions = self._present_versions()  # of parameters, after the last update
         self.own_state: Mapping[str, Any] | None = None
+        self._note()
         engine.leave(not self.warms_up)
 
     def _use(self, config: LocalConfig) -> None:
@@ -213,7 +215,15 @@ class LocalTraining:
             self._merge(lambda flight: flight.due <= self._clock)
         else:
             self._count(worked)
-        self._versions = self._present_versions()
+        self._note()
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Another optimizer of the script has stepped; it may hold parameters that meet."""
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        if self._met.isdisjoint(held):
+            return
+        self._others[optimizer] = None
+        self._note()
 
     @torch.no_grad()
     def send_ahead(self, worked: bool) -> None:
@@ -306,7 +316,8 @@ class LocalTraining:
                 continue
             if self._averages_state(meeting):
                 with suppress(JoinedAgain):
-                    average_state(meeting, self._optimizer.state, partial(self._average, number))
+                    states = [optimizer.state for optimizer in self._optimizers]
+                    average_state(meeting, states, partial(self._average, number))
             if not meeting.flies(due):
                 continue
             assert meeting.flight is not None
@@ -332,10 +343,17 @@ class LocalTraining:
         args = {"bytes": self._meetings[number].sent_bytes, "update": self.updates}
         return Label(meeting_span(number + 1), lambda: words, args, words)
 
-    # The state of the user's optimizer.
+    # The state of the user's optimizers.
+
+    @property
+    def _optimizers(self) -> Iterator[torch.optim.Optimizer]:
+        """Yield those of the script: the one that `accelerate()` got, and others that step."""
+        yield self._optimizer
+        yield from self._others
 
     def _forget(self, parameter: nn.Parameter) -> None:
-        self._optimizer.state.pop(parameter, None)
+        for optimizer in self._optimizers:
+            optimizer.state.pop(parameter, None)
 
     def _averages_state(self, meeting: Meeting) -> bool:
         every = self._config.average_every
@@ -377,18 +395,13 @@ class LocalTraining:
             yield
             return
         self._take_outer()
-        as_updated = self._versions == self._present_versions()
         trained = [t.parameter for t in self._trained]
-        try:
-            with outer_view(self._model, self._meetings, trained, self._frozen):
-                self.evaluates = True
-                try:
-                    yield
-                finally:
-                    self.evaluates = False
-        finally:
-            if as_updated:
-                self._versions = self._present_versions()
+        with outer_view(self._model, self._meetings, trained, self._frozen):
+            self.evaluates = True
+            try:
+                yield
+            finally:
+                self.evaluates = False
 
     # State.
 
@@ -499,7 +512,7 @@ class LocalTraining:
         parts = own["meetings"] if own else [None] * len(self._meetings)
         for meeting, shared, mine in zip(self._meetings, state["meetings"], parts, strict=True):
             meeting.load(shared, mine)
-        self._versions = self._present_versions()
+        self._note()
 
     @torch.no_grad()
     def parameters_loaded(self) -> None:
@@ -534,7 +547,8 @@ class LocalTraining:
         self._take_outer()
         with self._keeping_what_was_written():
             self._merge(lambda flight: True)
-        if not self._closes_with_others():
+            together = self._closes_with_others()
+        if not together:
             for meeting in self._meetings:
                 meeting.write(meeting.outer)
             return
@@ -556,8 +570,9 @@ class LocalTraining:
     @contextmanager
     def _keeping_what_was_written(self) -> Iterator[None]:
         """Keep parameters and buffers that the script has written since the last update, the best
-        it knows, say: a meeting on its way is not of them."""
-        if self._versions == self._present_versions():
+        it knows, say: a meeting that ends now is not of them. An average that it has put in for a
+        while is none."""
+        if self._rows is None or all(map(torch.equal, self._rows, self._first_rows())):
             yield
             return
         kept = [(meeting.read(), meeting.buffers.read()) for meeting in self._meetings]
@@ -566,10 +581,16 @@ class LocalTraining:
             meeting.write(values)
             meeting.buffers.write(buffers)
 
-    def _present_versions(self) -> list[tuple[int, int]]:
-        """List the parameters' versions and places: torch does not count where ``data`` is set."""
-        parameters = (t.parameter for t in self._trained)
-        return [(p._version, p.data_ptr()) for p in parameters]
+    def _note(self) -> None:
+        """Remember the parameters as an update has left them, where a meeting is to end."""
+        flies = any(meeting.flight is not None for meeting in self._meetings)
+        waits = self._pace.waited is not None
+        self._rows = self._first_rows() if flies or waits else None
+
+    def _first_rows(self) -> list[torch.Tensor]:
+        """Copy a row of each parameter, by which to know them: torch counts no writes to `data`."""
+        values = (t.parameter.detach() for t in self._trained)
+        return [(value[:1] if value.dim() else value).clone() for value in values]
 
     def _closes_with_others(self) -> bool:
         """Tell the others that this rank ends; whether they do, too."""

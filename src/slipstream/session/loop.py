@@ -138,7 +138,7 @@ class TrainingLoop:
     def attach(self, hooks: StepHooks) -> None:
         """Learn of every step of the optimizer."""
         self._hooks = ref(hooks)
-        hooks.attach(self._step_begins, self._step_ends, self._other_steps)
+        hooks.attach(self._step_begins, self._step_ends, self._other_steps, self._other_ends)
 
     # Backward passes.
 
@@ -414,9 +414,9 @@ class TrainingLoop:
     def _meet(self) -> None:
         """Tell the meetings of updates that have ended, where no graph is waiting for backward: its
         parameters must stay as they are. That is so but where a script has skipped an update,
-        which shows when it calls backward again.
+        which shows when it calls backward again; or, by zeroed gradients, while it evaluates.
         """
-        while self.local is not None and self._meetings_due:
+        while self.local is not None and self._meetings_due and not self.local.evaluates:
             began = time.perf_counter()
             with torch.inference_mode(False):  # that of an evaluation: what is made here stays
                 self.local.updated(self._meetings_due.pop(0))
@@ -592,6 +592,10 @@ class TrainingLoop:
             self._zeroing.used_by_another()
         elif shared and (self.window_open or all(p.grad is None for p in shared)):
             raise messages.other_step(optimizer)
+
+    def _other_ends(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.local is not None:
+            self.local.stepped(optimizer)
 
     def _overflowed(self) -> bool:
         """Whether the update must be skipped; the same on every rank."""

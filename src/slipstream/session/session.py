@@ -517,6 +517,7 @@ class Session(Generic[M, O]):
         local = self._loop.local
         if local is None:
             return self._loop.steps
+        self._loop.settle()
         # a script may zero the gradients later of an update that this rank alone has skipped
         return local.common_updates(left_out=self._loop.left_out)
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from slipstream.optim.nested_step import around_all, closure_of, let_have_hooks
 
@@ -44,9 +47,11 @@ class StepHooks:
         begins: Callable[[object], None],
         ends: Callable[[], None],
         other: Callable[[torch.optim.Optimizer], None],
+        other_ends: Callable[[torch.optim.Optimizer], None],
     ) -> None:
-        """Call ``begins(closure)`` before and ``ends()`` after each step from now on, and
-        ``other`` before each step of any other optimizer of the script."""
+        """Call ``begins(closure)`` before and ``ends()`` after each step from now on, ``other``
+        before each step of any other optimizer of the script, and ``other_ends`` after it, also
+        where it is made inside of this one's."""
         self._begins, self._ends = begins, ends
         eager: Any = torch.compiler.disable
 
@@ -54,7 +59,12 @@ class StepHooks:
             if optimizer is not self._optimizer and not self._inside:
                 other(optimizer)
 
+        def after_any(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            if optimizer is not self._optimizer:
+                other_ends(optimizer)
+
         self._hooks.append(register_optimizer_step_pre_hook(eager(before_any)))
+        self._hooks.append(register_optimizer_step_post_hook(eager(after_any)))
         if hasattr(self._optimizer, "register_step_post_hook"):
             self._hooks.append(self._optimizer.register_step_post_hook(around_all(self._post)))
 
