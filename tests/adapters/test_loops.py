@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from slipstream.errors import ModelError, UsageError
+from slipstream.trace import read
 from tests.adapters.loops import (
     LOOPS,
     UPDATES,
@@ -139,7 +140,14 @@ def test_other_strategies_work_and_leave_a_trace(
 ) -> None:
     traced = OTHERS[strategy] | {"trace": {"steps": 3, "folder": str(tmp_path)}}
     assert max(two.run(learns, loop, traced)) < 0.5
-    assert [*tmp_path.glob("**/trace.json")] or strategy == "auto"  # which still searches
+    traces = [*tmp_path.glob("**/trace.json")]
+    assert traces or strategy == "auto"  # which still searches
+    for trace in map(read, traces):
+        name, sets = trace.framework
+        assert name in {"Accelerate", "Lightning", "Fabric"}
+        assert set(sets) == {"gradients.accumulate"}
+        batches = [e.args["samples"] for e in trace.events if e.name == "iteration"]
+        assert set(batches) == {8}  # two of four
 
 
 RESUMED: dict[str, dict[str, Any]] = {

@@ -537,3 +537,15 @@ def test_any_trace_gets_advice_or_a_reason_why_not(trace):
     except TraceError as error:
         found, reason = [], str(error)
     assert found or "rank" in reason
+
+
+def test_what_a_framework_sets_by_itself_is_advised_there() -> None:
+    theirs = {"framework": {"name": "Accelerate", "sets": {"gradients.accumulate": "its setting"}}}
+    training = Training(cuts=(10,), **SLOW, meta=theirs)
+    found = accumulate(trace_stats(training.trace, training.network))
+    assert found is not None
+    assert found.patch == {}
+    assert "4 times as rarely, by its setting of Accelerate" in found.advice
+    outside = replace(ALONE, outside=17.9, meta=theirs)
+    [said] = [one for one in advise(outside.trace) if one.where == "script"]
+    assert "give the loader" not in said.advice

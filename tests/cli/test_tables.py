@@ -67,6 +67,9 @@ def tune() -> RenderableType:
         )
         for name in names
     ]
+    path = "/home/somebody/trainings/slipstream-logs/tune-2026-01-01_00-00-00-1234567/05/output.log"
+    reason = f"exit code 1: slipstream.errors.ModelError: Net has no such chain (see {path})"
+    trials.append(Trial("compile", {}, None, None, None, reason, "failed"))
     return display.table(Tuned(Strategy(), True, "", (), tuple(trials)))
 
 

@@ -178,6 +178,7 @@ def test_a_script_that_never_steps_ends_in_a_box(slipstream, forks) -> None:
     assert (code, out) == (2, "")
     assert "TraceError" in err
     assert "the baseline run: it ended without" in err
+    assert "by slipstream.accelerate() or an adapter" in err
     assert not Path("strategy.yaml").exists()
     assert marked(marker) == []
 
@@ -233,10 +234,15 @@ def test_stopped_while_a_trial_runs_it_leaves_no_process(tmp_path, number) -> No
     (tmp_path / "tuned.py").write_text("import time; time.sleep(100)")
     marker = f"tuned-{uuid.uuid4()}"
     argv = [sys.executable, "-m", "slipstream", "tune", "--", "tuned.py", marker]
-    with subprocess.Popen(argv, cwd=tmp_path, stderr=subprocess.DEVNULL) as run:
+    (tmp_path / "trials.json").write_text("[]")  # of an earlier run
+    with (
+        (tmp_path / "said").open("w") as said,
+        subprocess.Popen(argv, cwd=tmp_path, stderr=said) as run,
+    ):
         assert len(wait_for_marked(marker, 4)) == 4  # tuner, launcher, two ranks
         run.send_signal(number)
         assert run.wait(90) == 128 + number
+    assert (tmp_path / "said").read_text().endswith("stopped: no strategy was written\n")
     assert marked(marker) == []
 
 

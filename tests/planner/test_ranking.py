@@ -370,3 +370,13 @@ def test_hierarchical_is_proposed_where_hosts_have_several_ranks() -> None:
         network = ring_profile(hosts, ranks_per_host)
         kinds = {s.gradients.transport.kind for s in exact(workload(), network, Strategy())}
         assert kinds == {"flat", "direct"} | ({"hierarchical"} if proposed else set())
+
+
+def test_what_the_framework_of_a_training_refuses_is_no_candidate() -> None:
+    work, network = UNEVEN
+    refused = replace(work, refused=frozenset({"gradients.accumulate", "precision"}))
+    exacts = {label(one) for one in exact(work, network, Strategy())}
+    for kind, more in ((work, True), (refused, False)):
+        others = [one for one in every(kind, network, Strategy()) if label(one) not in exacts]
+        assert any(one.gradients.accumulate > 1 for one in others) is more
+        assert any(one.precision is not None for one in others) is more

@@ -222,3 +222,9 @@ def test_borders_are_where_another_dtype_begins() -> None:
     gradients = tuple(Gradient(f"{i}", "", 4, dtype) for i, dtype in enumerate(types))
     assert workload(gradients=gradients, count=4).borders == (2, 3)
     assert workload().borders == ()
+
+
+def test_a_batch_of_unknown_size_is_not_scaled() -> None:
+    unknown = replace(workload(), samples=np.zeros(4))
+    with pytest.raises(TraceError, match="counted from the first tensor of the model's forward"):
+        unknown.with_batch(8)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import slipstream
 from slipstream.fusion.checks import useful_settings
+from slipstream.session.tracing import batch_size
 from slipstream.sharding.checks import why_not_sharded
 from slipstream.strategy import Strategy, TraceConfig
 from slipstream.trace import Trace, marks, read
@@ -302,3 +303,20 @@ def test_a_trace_has_losses_and_norms_and_norms_change_nothing(two: Ranks, tmp_p
         assert 0 < average.pop() <= (own[0] + own[1]) / 2
     plain = read(tmp_path / "without" / "trace.json")
     assert not any("own_norm2" in event.args for event in plain.events)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "samples"),
+    [
+        ([torch.ones(4, 2), torch.ones(9)], 4),
+        ([{"x": torch.ones(4, 2), "y": torch.ones(4)}, 7], 4),
+        ([[torch.ones(4, 2), torch.ones(4, 1)], 7], 4),
+        ([[torch.ones(3, 8, 8), torch.ones(3, 9, 9)], [{"boxes": torch.ones(5, 4)}]], 0),
+        ([torch.ones(()), "text"], 0),
+    ],
+    ids=["the first tensor", "a mapping", "a list", "a list of samples", "none"],
+)
+def test_samples_are_those_of_the_first_tensor_or_of_all_in_a_batch(
+    inputs: list[object], samples: int
+) -> None:
+    assert batch_size(inputs) == samples

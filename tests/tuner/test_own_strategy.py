@@ -41,6 +41,7 @@ def test_the_line_is_named(tmp_path: Path, text: str) -> None:
     assert told is not None
     (name,) = (n for n in PLACES if f"{n}(" in text)
     assert told.startswith(f"train.py:{line} gives {name}() a strategy of its own")
+    assert (", unless it is None," in told) == (text == OWN["a variable"])
 
 
 @pytest.mark.parametrize("text", OPEN.values(), ids=OPEN)

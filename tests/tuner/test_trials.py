@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.panel import Panel
 
 from slipstream.strategy import DgcConfig, Strategy, late_by
 from slipstream.trace import Trace, chrome, read
@@ -134,3 +136,25 @@ def test_a_trial_runs_the_codec_as_it_is_in_the_end(kind: str, tmp_path: Path) -
     assert isinstance(codec, DgcConfig) == (kind == "dgc")
     if isinstance(codec, DgcConfig):
         assert codec.density == DgcConfig().density
+
+
+BROKEN = (
+    "sample 17 of shard-00001.tar has 4 channels where the others have 3: convert it, or leave it "
+    "out, then start the training again"
+)
+
+
+@pytest.mark.parametrize(
+    ("box", "says"),
+    [
+        (Panel(f"rank 1 exited\nTraceback:\nValueError: {BROKEN}"), f"ValueError: {BROKEN}"),
+        (Panel(BROKEN, title="LaunchError", title_align="left"), f"LaunchError: {BROKEN}"),
+    ],
+    ids=["of a rank", "of a mistake"],
+)
+def test_the_error_of_a_run_is_told_whole_though_a_box_breaks_it(
+    tmp_path: Path, box: Panel, says: str
+) -> None:
+    with (tmp_path / trials.OUTPUT).open("w") as file:
+        Console(file=file, width=80).print("step 1", box, "logs: here", sep="\n")
+    assert trials.last_words(tmp_path) == f"{says} (see {tmp_path / trials.OUTPUT})"

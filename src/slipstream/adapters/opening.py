@@ -51,7 +51,11 @@ def open_session(
         wanted = strategy_of(strategy)
         for problem in _problems(wanted, framework, accumulation, precision, scaler):
             raise UsageError(problem)
-    return accelerate(model, optimizer, strategy=strategy)
+    session = accelerate(model, optimizer, strategy=strategy)
+    own = {"gradients.accumulate": accumulation, "precision": precision}
+    sets = {setting: name for setting, name in own.items() if name is not None}
+    session.loop_is_of({"name": framework, "sets": sets})
+    return session
 
 
 def _problems(

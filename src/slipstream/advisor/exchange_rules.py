@@ -110,16 +110,20 @@ def accumulate(stats: TraceStats) -> Finding | None:
     enough = (n for n in (2, 4) if exposed <= EXPOSED * n * stats.compute)
     passes, base = next(enough, MAX_PASSES), what_if.base.strategy
     total = passes * base.gradients.accumulate
+    own = stats.sets.get("gradients.accumulate")
+    rarely = f"once in {total} backward passes"
+    if own is not None:  # of which the trace does not tell how many there are now
+        rarely = f"{passes} times as rarely, by {own} of {stats.framework}"
     return Finding(
         "note",
         "gradients.accumulate",
         f"Exposed exchanges take {format_seconds(exposed)} at the best strategy, compute "
         f"{format_seconds(stats.compute)}.",
-        f"Exchange once in {total} backward passes, if the training allows it. This changes the "
-        f"recipe: the batch of an update is {passes} times as large, there are {passes} times "
-        "fewer updates, and learning rate and warm-up need new values.",
+        f"Exchange {rarely}, if the training allows it. This changes the recipe: the batch of an "
+        f"update is {passes} times as large, there are {passes} times fewer updates, and learning "
+        "rate and warm-up need new values.",
         min(max(what_if.gain(base.with_gradients(accumulate=total)), 0.0), exposed),
-        {"gradients": {"accumulate": total}},
+        {"gradients": {"accumulate": total}} if own is None else {},
     )
 
 

@@ -134,7 +134,8 @@ def even_ranks(stats: TraceStats) -> Finding | None:
 def _slow_rank(stats: TraceStats, worst: Straggler, evidence: str = "") -> Finding:
     phase = worst.phase.replace("_", " ")
     less = " If it stays slow, give it less to do: data.balance with speeds: measured."
-    less = "" if stats.exchanges is None else less  # FSDP2 and ``local`` refuse it
+    # FSDP2, ``local`` and frameworks refuse it
+    less = "" if stats.exchanges is None or stats.framework else less
     return Finding(
         stats.severity(worst.seconds),
         f"rank {worst.rank}, {phase}",
@@ -191,7 +192,7 @@ def look_outside(stats: TraceStats) -> Finding | None:
         "batches that it reads by itself (give the loader to accelerate(), and the wait for it "
     )
     batches += "is recorded)"
-    if stats.fully_shard:
+    if stats.fully_shard or stats.framework:
         batches = "the wait for batches, which is not recorded here"
     return Finding(
         "warning",

@@ -50,6 +50,8 @@ class TraceStats(NamedTuple):
         resizable: Whether ``data.prefetch`` sets how many read.
         balanceable: Whether samples have lengths by which they can be dealt, and are not yet.
         missing_steps: A sentence for each rank that recorded fewer steps than others.
+        framework: Whose loop trains by a session; empty: one of the script's own.
+        sets: Settings of a strategy that the framework has itself, with its names for them.
         fully_shard: Whether the trace is of torch's FSDP2, not of a session.
     """
 
@@ -70,6 +72,8 @@ class TraceStats(NamedTuple):
     resizable: bool
     balanceable: bool
     missing_steps: tuple[str, ...]
+    framework: str
+    sets: Mapping[str, str]
     fully_shard: bool = False
 
     def typical_seconds(self, part: str) -> float:
@@ -137,6 +141,7 @@ def trace_stats(trace: Trace, network: NetworkProfile | None = None) -> TraceSta
     slow = () if trace.settings("parallel").get("pipeline") else stragglers(iterations, clock_error)
     waiting = tuple(one for one in slow if _waits_for_cores(one, meta))
     what_if, unpredicted = _predicted(trace, exchanges, network)
+    framework, sets = trace.framework
     return TraceStats(
         typical=typical,
         stragglers=tuple(one for one in slow if one not in waiting),
@@ -155,6 +160,8 @@ def trace_stats(trace: Trace, network: NetworkProfile | None = None) -> TraceSta
         resizable=bool(meta.get("resizable")),
         balanceable=bool(meta.get("balanceable")),
         missing_steps=missing_steps,
+        framework=framework,
+        sets=sets,
         fully_shard=fully_shard,
     )
 

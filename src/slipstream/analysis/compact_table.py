@@ -20,5 +20,8 @@ def compact(
     table.padding = (0, 1, 0, 0)
     for heading in headings:
         is_text = heading in left
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text)
+        if is_text:
+            table.add_column(heading, overflow="fold")  # a long path is not cut
+        else:
+            table.add_column(heading, justify="right", no_wrap=True)
     return table

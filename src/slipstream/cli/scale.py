@@ -205,10 +205,10 @@ def _trace(outcome: Measurement | Failure, count: int, hidden: str | None) -> Tr
         return outcome.trace
     fix = {
         "failed": "Fix the script, or check that it runs with this number of ranks.",
-        "no trace": "It must take more steps than --skip and call slipstream.accelerate() without "
-        "a strategy.",
-        "hanging": "Raise --limit or lower --steps, and check that it calls "
-        "slipstream.accelerate() without a strategy.",
+        "no trace": "It must take more steps than --skip, and train by slipstream.accelerate() or "
+        "an adapter, without a strategy of its own.",
+        "hanging": "Raise --limit or lower --steps, and check that it trains by "
+        "slipstream.accelerate() or an adapter, without a strategy of its own.",
     }[outcome.status]
     if hidden and outcome.status != "failed":
         fix = f"The reason: {hidden}."

@@ -89,6 +89,10 @@ class Session(Generic[M, O]):
             raise
         self.data_rank, self.data_size = local.slot % local.at_least, local.at_least
 
+    def loop_is_of(self, framework: Mapping[str, Any]) -> None:
+        """Note in traces whose loop this is, and what that sets by itself; adapters do."""
+        self._loop.tracer.loop_is_of(framework)
+
     def _state_for_others(self) -> dict[str, Any]:
         """Collect all that a job takes over which joins; gradients of an open update stay here."""
         return self._gathered(PARTS, sharded=False)

@@ -17,6 +17,7 @@ from slipstream.gradients.interface import GradientEngine
 from slipstream.gradients.layout import Gradient
 from slipstream.gradients.segments import gradients_of, parameters_of
 from slipstream.plain_copy import attach
+from slipstream.pytree import tensors
 from slipstream.session import trace_file
 from slipstream.session.given import Given
 from slipstream.session.gradient_norms import GradientNorms
@@ -63,6 +64,8 @@ class Search(Protocol):
 
 class NoTracing:
     """The tracer of a session that records nothing."""
+
+    def loop_is_of(self, framework: Mapping[str, Any]) -> None: ...
 
     def iteration_begins(self) -> None: ...
 
@@ -139,6 +142,10 @@ class SessionTracer:
             lambda _, args, kwargs: self.forward_begins(args, kwargs),
             with_kwargs=True,
         )
+
+    def loop_is_of(self, framework: Mapping[str, Any]) -> None:
+        """Note for all traces whose loop this is, see `Trace.meta`."""
+        self.recorder.meta["framework"] = framework
 
     def iteration_begins(self) -> None:
         """Aligns the clocks, a collective, before the first iteration that is recorded."""
@@ -388,8 +395,14 @@ def _is_shardable(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: 
 
 
 def batch_size(inputs: Iterable[Any]) -> int:
-    """The size of the first axis of the first tensor; 0 if there is none."""
+    """The size of the first axis of the first tensor; where all are in containers, as in the batch
+    of a ``training_step``, that of all; 0 if there is none, or if they differ."""
     jit: Any = torch.jit
     if jit.is_tracing():  # sizes are tensors there
         return 0
-    return next((x.shape[0] for x in inputs if isinstance(x, torch.Tensor) and x.ndim), 0)
+    given = [*inputs]
+    sizes = [x.shape[0] for x in given if isinstance(x, torch.Tensor) and x.ndim]
+    if not sizes:
+        inside = {x.shape[0] for x in tensors(given) if x.ndim}
+        sizes = [*inside] if len(inside) == 1 else [0]
+    return sizes[0]

@@ -153,6 +153,11 @@ class _Optimizer(_Part):
     sgd: bool = True
 
 
+class _Framework(_Part):
+    name: str
+    sets: dict[str, str]
+
+
 class _Meta(_Part):
     world_size: int | None = Field(default=None, ge=1, le=MOST_RANKS)
     hosts: list[str] | None = None
@@ -162,6 +167,7 @@ class _Meta(_Part):
     gradients: list[_Gradient] | None = None
     change_bytes: Count = 0
     optimizer: _Optimizer | None = None
+    framework: _Framework | None = None
     versions: dict[str, str] | None = None
     clock_error: list[Annotated[float, Field(ge=0, le=_MOST)]] | None = None
     convolutions: float = Field(default=0.0, ge=0, le=1)

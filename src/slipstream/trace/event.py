@@ -179,6 +179,8 @@ class Trace:
     - ``change_bytes``: those of a change of all parameters with gradients, in fp32 or wider
     - ``optimizer``: ``{"bytes", "shardable", "sgd"}``: those of its state on rank 0, whether ranks
       may each update a share, and whether it is plain SGD, whose momentum DGC can take over
+    - ``framework``: ``{"name", "sets"}``: whose loop trains by a session, and the settings of a
+      strategy that it has itself and refuses there, each with its own name for it
     - ``engine``: ``fully_shard`` where torch's FSDP2 trains; then there are neither segments nor
       gradients, and ``modules`` has the paths of those that it gathers
     - ``versions`` of torch and slipstream
@@ -190,6 +192,17 @@ class Trace:
 
     events: tuple[Event, ...]
     meta: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def framework(self) -> tuple[str, Mapping[str, str]]:
+        """The name of the framework whose loop trains, and what it sets itself; empty: none.
+
+        Example:
+            >>> Trace((), {"framework": {"name": "Fabric", "sets": {}}}).framework
+            ('Fabric', {})
+        """
+        found = self.meta.get("framework") or {}
+        return found.get("name", ""), found.get("sets", {})
 
     def settings(self, group: str) -> Any:
         """The strategy's settings of a group, as plain values; empty where it has none.

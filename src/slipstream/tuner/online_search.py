@@ -370,7 +370,7 @@ class OnlineSearch:
         if len(choices) == 1:
             return choices, "the default split is the optimum"
         first, seconds = min(predicted, key=lambda pair: pair[1])
-        return choices, f"computed: {self._name(first, ' segments')}, predicted {seconds:.4f} s"
+        return choices, f"computed: {self._name(first, in_full=True)}, predicted {seconds:.4f} s"
 
     # The choice that stays.
 
@@ -395,7 +395,7 @@ class OnlineSearch:
             words += " again" if kept == self._kept else f" instead of {self._name(self._kept)}"
         return f"{self._found}; {words}" if self._found else words
 
-    def _name(self, choice: Choice, unit: str = "") -> str:
+    def _name(self, choice: Choice, *, in_full: bool = False) -> str:
         """Name a choice by what tells it from the others: transport, number of segments, or
         both."""
         transport = choice.transport
@@ -403,7 +403,9 @@ class OnlineSearch:
         if isinstance(transport, ShardedConfig) and transport.replicated:
             words.append(f"({transport.replicated:.0%} replicated)")
         if self._space.split is not None:
-            words.append(f"{len(self._engine.split_points(choice.split))}{unit}")
+            count = len(self._engine.split_points(choice.split))
+            words.append(str(count))
+            words += ["segment" if count == 1 else "segments"] * in_full
         if choice.overlap != self._space.overlap[0]:
             words.append("after backward")
         return " ".join(words)

@@ -10,8 +10,8 @@ import ast
 from pathlib import Path
 
 OWN = (
-    "{where} gives {name}() a strategy of its own, which hides that of the command line "
-    "(SLIPSTREAM_STRATEGY); leave it out there, and give it as --strategy"
+    "{where} gives {name}() a strategy of its own, which{unless} hides that of the command "
+    "line (SLIPSTREAM_STRATEGY); leave it out there, and give it as --strategy"
 )
 
 PLACES = {
@@ -34,27 +34,29 @@ def own_strategy(script: str | Path) -> str | None:
     except (OSError, SyntaxError, ValueError):  # running it will tell
         return None
     found = [
-        (node.lineno, _called(node.func))
+        (node.lineno, _called(node.func), value)
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and _gives_one(node)
+        if isinstance(node, ast.Call) and (value := _given(node)) is not None
     ]
     if not found:
         return None
-    line, name = min(found)
-    return OWN.format(where=f"{path.name}:{line}", name=name)
+    line, name, value = min(found, key=lambda one: one[:2])
+    is_sure = isinstance(value, ast.Constant | ast.Dict | ast.Call)
+    unless = "" if is_sure else ", unless it is None,"
+    return OWN.format(where=f"{path.name}:{line}", name=name, unless=unless)
 
 
 def _called(function: ast.expr) -> str:
     return getattr(function, "attr", getattr(function, "id", ""))
 
 
-def _gives_one(call: ast.Call) -> bool:
-    """Whether it takes a strategy, and gets one that is not None."""
+def _given(call: ast.Call) -> ast.expr | None:
+    """Return the strategy that it gets; None: it takes none, or gets None."""
     name = _called(call.func)
     if name not in PLACES:
-        return False
+        return None
     place = PLACES[name]
     given = [k.value for k in call.keywords if k.arg == "strategy"]
     if place is not None:
         given += call.args[place : place + 1]
-    return any(not (isinstance(value, ast.Constant) and value.value is None) for value in given)
+    return next((v for v in given if not (isinstance(v, ast.Constant) and v.value is None)), None)

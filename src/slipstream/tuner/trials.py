@@ -32,6 +32,9 @@ CHECKPOINTS = "checkpoints"
 _CONTROL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f]")
 """Colours, and all else that a terminal would obey."""
 _ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b.*")
+_SIDES = "\u2502", "\u256d"
+_FRAME = " \u2502\u256d\u256e\u2570\u256f\u2500"
+"""Of a box, as rich draws it; its title may be the class of the error inside."""
 
 
 class Measurement(NamedTuple):
@@ -143,11 +146,22 @@ def checkpoints_of(run: Path) -> Path:
 
 
 def last_words(folder: Path) -> str:
-    """The last line of a command's output that names an error, else its last line; and the file."""
+    """The last error that a command's output names, else its last line; and the file. An error in
+    a box, which breaks it into lines, ends with the box."""
     text = _CONTROL.sub("", (folder / OUTPUT).read_text(errors="replace"))
-    lines = [stripped for line in text.splitlines() if (stripped := line.strip(" \u2502"))]
-    errors = [match[0] for line in lines if (match := _ERROR.match(line))]
-    return (errors or lines or ["it wrote nothing"])[-1] + _where(folder)
+    said, error, boxed = "it wrote nothing", "", False
+    for line in text.splitlines():
+        if not (words := line.strip(_FRAME)):
+            continue
+        said, inside = words, line.startswith(_SIDES)
+        if match := _ERROR.match(words):
+            error = match[0] + ":" * (line[0] == _SIDES[1])
+            boxed = inside
+        elif boxed and inside:
+            error += f" {words}"
+        else:
+            boxed = False
+    return (error or said) + _where(folder)
 
 
 def iterations(trace: Trace) -> list[float]:

@@ -379,8 +379,8 @@ def baseline_error(
     if hidden and failure.status != "failed":
         return TraceError(f"the baseline run: {failure.reason}; {hidden}")
     steps = (
-        "the script must call slipstream.accelerate() without a strategy of its own (the tuner "
-        "gives one in SLIPSTREAM_STRATEGY), and session.step() more than three times"
+        "the script must train by slipstream.accelerate() or an adapter, without a strategy of its "
+        "own (the tuner gives one in SLIPSTREAM_STRATEGY), and make more than three updates"
     )
     if failure.status == "no trace":
         return TraceError(f"the baseline run: {failure.reason}; {steps}")

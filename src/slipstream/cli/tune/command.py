@@ -7,6 +7,7 @@ by ``slipstream launch`` or ``slipstream testbed run`` with the strategy of that
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -114,8 +115,8 @@ def tune(
     With --to-loss every run begins at the first update and keeps its losses, and what is chosen is
     predicted to reach that loss first; slipstream plan predicts from the file of losses, too.
 
-    The script must leave the strategy to accelerate(), and take some 80 steps. Files that it
-    writes are written again in every run; slipstream.Checkpoints are left alone.
+    The script must leave the strategy to accelerate() or its adapter, and take some 80 steps. Files
+    that it writes are written again in every run; slipstream.Checkpoints are left alone.
 
     [dim]slipstream tune --ranks 4 -- train.py --batch 32[/dim]
     [dim]slipstream tune --budget 5m --nodes 4 --rate 1gbit -- train.py[/dim]
@@ -136,6 +137,7 @@ def tune(
     make_log_folder(folder, "start it in a folder that can be written")
     trials = Trials(place.command(script, args or []), folder, steps or 10)
     end_on_signals()
+    began = time.time()
     found: Tuned | TunedToLoss
     try:
         with Display(seconds, console) as display:
@@ -159,7 +161,8 @@ def tune(
                     doing=display.doing,
                 ).tune()
     except (KeyboardInterrupt, SystemExit):
-        left = f"; the trials so far are in {log}" if log.exists() else ""
+        written = log.exists() and log.stat().st_mtime > began  # not one of an earlier run
+        left = f"; the trials so far are in {log}" if written else ""
         console.print(Text(f"stopped: no strategy was written{left}"), soft_wrap=True)
         raise
     write_strategy(found.strategy, output)

@@ -43,7 +43,8 @@ class Workload:
     training and cannot keep up, 0 of those that can; None: of all ranks. ``first_part`` is the part
     of forward within which all parameters are needed: less than all where forward holds that of
     earlier micro-batches, too. ``change_bytes`` are those of a change of all parameters with
-    gradients, in fp32 or wider, 0 where unknown.
+    gradients, in fp32 or wider, 0 where unknown. ``refused`` are settings of a strategy that the
+    framework whose loop trains has itself.
     """
 
     gradients: tuple[Gradient, ...]
@@ -65,6 +66,7 @@ class Workload:
     reading: Array | None = None
     first_part: float = 1.0
     change_bytes: int = 0
+    refused: frozenset[str] = frozenset()
 
     @property
     def num_ranks(self) -> int:
@@ -154,8 +156,8 @@ class Workload:
         """
         if not self.samples.all():
             raise TraceError(
-                "the trace does not say how many samples a batch has; record it again with a "
-                "loader: accelerate(model, optimizer, loader)"
+                "the trace does not say how many samples a batch has: they are counted from the "
+                "first tensor of the model's forward; give it one, and record the trace again"
             )
         times = samples / self.samples
         names = [name for name in (*_GROW, "samples") if getattr(self, name) is not None]

@@ -90,6 +90,7 @@ def lossy(workload: Workload, network: NetworkProfile, bases: Sequence[Strategy]
 
     Weights of 16 bits are taken to compute as fast as those of the trace, unless the network file
     says how fast they are here. Codecs are those whose cost it holds, on the first of ``bases``.
+    What the framework of the workload refuses is left out.
 
     Args:
         workload: gradients, and when they are ready.
@@ -98,13 +99,13 @@ def lossy(workload: Workload, network: NetworkProfile, bases: Sequence[Strategy]
     """
     strategies = [
         one.with_gradients(accumulate=one.gradients.accumulate * times)
-        for times in ACCUMULATE
+        for times in (() if "gradients.accumulate" in workload.refused else ACCUMULATE)
         for one in bases
     ]
     # What is left to send in one segment may take less time than another one takes to begin.
     for one in (bases[0], bases[0].with_gradients(split=SingleConfig())):
         strategies += coded(one, workload, network)
-    if bases[0].precision is None:
+    if bases[0].precision is None and "precision" not in workload.refused:
         half = HalfWeightsConfig()
         strategies += [one.model_copy(update={"precision": half}) for one in bases]
     return _distinct(strategies, workload.gradients)
