@@ -336,16 +336,18 @@ def test_a_loop_may_take_entries_out_of_batches(two: Ranks) -> None:
 
 @dataclass
 class Row:
-    labels: list[int]
+    label: Any
 
 
 def replaced(length: int, kind: Any) -> list[int]:
     """Of every batch: what the loop puts another thing in the place of."""
-    loader = UnevenInputLoader([kind(labels=[n]) for n in range(length)], group=dist.group.WORLD)
+    loader = UnevenInputLoader(
+        [kind(label=torch.tensor(n)) for n in range(length)], group=dist.group.WORLD
+    )
     found = []
     for row in loader:
-        row.labels = row.labels[0]
-        found.append(row.labels)
+        row.label = row.label.item()
+        found.append(row.label)
     return found
 
 
