@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import is_dataclass
+from threading import get_ident
 from typing import Any, NoReturn, Protocol, TypeGuard, runtime_checkable
 from weakref import ref
 
@@ -424,6 +425,8 @@ class _Pass(Iterator[Any]):
             raise self._loader._broken
         left = 1 if self._length is None or self._error else self._length - self._given
         promise = max(left, 1) if has_one else 0
+        if self._length is None:
+            self._agreement.asked_in = get_ident()
         with self._loader._explaining():
             return self._agreement.next_step(promise, self._loader._group)
 
