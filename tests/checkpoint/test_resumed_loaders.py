@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import slipstream
@@ -72,6 +78,13 @@ def stateful() -> StatefulDataLoader[int]:
     return StatefulDataLoader(rows, 2, sampler=DistributedSampler(rows, 1, 0))
 
 
+def whole_batches() -> DataLoader[Any]:
+    """A sampler draws whole batches; what it draws from is told the epoch."""
+    rows: Any = torch.arange(4)
+    share = DistributedSampler(rows, 1, 0)
+    return DataLoader(rows, batch_size=None, sampler=BatchSampler(share, 2, drop_last=False))
+
+
 def epochs_of(folder: Path, stop: int, kind: Callable[[], Any]) -> list[int]:
     """The samples of a run in the loop of docs/checkpoints.md, until so many updates are done."""
     found: list[int] = []
@@ -79,8 +92,8 @@ def epochs_of(folder: Path, stop: int, kind: Callable[[], Any]) -> list[int]:
         saved = Checkpoints(folder)
         saved.restore(session)
         for epoch in range(session.updates // 2, 3):
-            told = loader.sampler if kind is stateful else loader.dataset
-            told.set_epoch(epoch)
+            told = [loader.dataset, loader.sampler, getattr(loader.sampler, "sampler", None)]
+            next(part for part in told if hasattr(part, "set_epoch")).set_epoch(epoch)
             for batch in session.loader:
                 found += batch.tolist()
                 session.backward(session.model(torch.ones(1, 1)).mean())
@@ -91,12 +104,34 @@ def epochs_of(folder: Path, stop: int, kind: Callable[[], Any]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("kind", [lambda: DataLoader(Stream(), 2), stateful])
+@pytest.mark.parametrize("kind", [lambda: DataLoader(Stream(), 2), stateful, whole_batches])
 def test_the_next_epoch_is_none_of_the_one_that_is_over(
     kind: Callable[[], Any], tmp_path: Path
 ) -> None:
-    """Whether the dataset is told it, or the sampler of a loader that keeps its place itself."""
+    """Whether the dataset is told it, the sampler of a loader that keeps its place itself, or a
+    sampler in another one."""
     whole = epochs_of(tmp_path / "whole", 6, kind)
     for stop in (1, 2, 3):
         first = epochs_of(tmp_path / str(stop), stop, kind)
         assert first + epochs_of(tmp_path / str(stop), 6, kind) == whole
+
+
+def shuffled(folder: Path, stop: int) -> list[list[int]]:
+    """The batches of some passes up to a checkpoint, or from there on; a sampler draws them, from a
+    generator of its own."""
+    rows: Any = torch.arange(9)
+    order = RandomSampler(rows, generator=torch.Generator().manual_seed(7))
+    loader = DataLoader(rows, batch_size=None, sampler=BatchSampler(order, 3, drop_last=False))
+    with opened(loader) as session:
+        saved = Checkpoints(folder)
+        saved.restore(session)
+        batches = (batch.tolist() for _ in range(9) for batch in session.loader)
+        found = list(islice(batches, stop))
+        saved.save(session, wait=True)
+    return found
+
+
+def test_whole_batches_are_drawn_as_before(tmp_path: Path) -> None:
+    whole = shuffled(tmp_path / "whole", 8)
+    first = shuffled(tmp_path / "parted", 4)
+    assert first + shuffled(tmp_path / "parted", 4) == whole

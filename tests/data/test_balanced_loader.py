@@ -56,6 +56,13 @@ class Silent(Sequences):
         del self.lengths
 
 
+class Asked(Silent):
+    """Has another thing of that name, as many have."""
+
+    def lengths(self, indices: list[int]) -> list[int]:  # type: ignore[override]
+        return indices
+
+
 def collate(
     samples: list[tuple[torch.Tensor, int]],
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
@@ -296,7 +303,7 @@ WRONG: dict[str, tuple[Any, type[SlipstreamError], str]] = {
     "no batches": (
         lambda: build(spread(Sequences(), batch_size=None)),
         ModelError,
-        "give it batch_size",
+        "the loader has a DistributedSampler: give it batch_size",
     ),
     "another rank's": (
         lambda: build(spread(Sequences(), rank=1)),
@@ -308,6 +315,16 @@ WRONG: dict[str, tuple[Any, type[SlipstreamError], str]] = {
         lambda: build(spread(_with_lengths([1, 2]))),
         ModelError,
         "83 samples and 2 lengths",
+    ),
+    "a method": (
+        lambda: build(spread(Asked())),
+        ModelError,
+        "lengths of Asked are a method; allowed: a list of whole numbers",
+    ),
+    "lengths that are no numbers": (
+        lambda: build(spread(_with_lengths([(1, 2)] * 83))),
+        ModelError,
+        "lengths of Sequences are a list; allowed: a list of whole numbers",
     ),
     "fewer samples than ranks": (
         lambda: build(spread(Subset(Sequences(), [3]))),
@@ -332,7 +349,7 @@ WRONG: dict[str, tuple[Any, type[SlipstreamError], str]] = {
 }
 
 
-def _with_lengths(lengths: list[int]) -> Sequences:
+def _with_lengths(lengths: list[Any]) -> Sequences:
     dataset = Sequences()
     dataset.lengths = lengths
     return dataset
@@ -349,6 +366,7 @@ def test_lengths_are_those_of_the_dataset_its_subset_or_a_column() -> None:
     assert is_balanceable(spread(Sequences()), 0, 2)
     assert is_balanceable(spread(Subset(Sequences(), [1, 2, 3])), 0, 2)
     assert not is_balanceable(spread(Silent()), 0, 2)
+    assert not is_balanceable(spread(Asked()), 0, 2), "which a trace asks, too"
     build(spread(Silent()), speeds=(1.0, 0.5))  # samples count as equal
 
     class Table(Silent):

@@ -151,6 +151,9 @@ def test_no_room_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"data.cache cannot use .*file"):
         cached(Rows(5), CacheConfig(folder=str(tmp_path / "file")))
+    (tmp_path / "link").symlink_to("/nonexistent/scratch")
+    with pytest.raises(DataError, match=r"data.cache cannot use .*link"):
+        cached(Rows(5), CacheConfig(folder=str(tmp_path / "link")))
 
 
 FILLS_UP = """

@@ -7,6 +7,7 @@ import copy
 import itertools
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -353,6 +354,25 @@ def test_a_pass_that_has_ended_with_an_error_does_not_end_quietly() -> None:
     with pytest.raises(ValueError, match="corrupt"):
         next(plain)
     assert list(plain) == [2, 3]
+
+
+def taken_in_a_thread() -> str:
+    """As by a reader ahead around the session's loader."""
+    loader = UnevenInputLoader(DataLoader(SaysStream([0, 1, 2], 3)), group=dist.group.WORLD)
+    taken = iter(loader)
+    thread = Thread(target=next, args=(taken,))
+    thread.start()
+    thread.join()
+    with pytest.raises(UsageError) as caught:
+        _ = loader.active
+    next(taken)
+    assert loader.active == 2
+    return str(caught.value)
+
+
+def test_a_thread_that_reads_ahead_is_refused_where_ranks_agree_on_each_batch(two: Ranks) -> None:
+    for text in two.run(taken_in_a_thread, timeout=40):
+        assert "another thread takes batches from session.loader than calls backward()" in text
 
 
 # The seam to the session.

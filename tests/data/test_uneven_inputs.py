@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -330,6 +332,28 @@ def test_a_loop_may_take_entries_out_of_batches(two: Ranks) -> None:
     first, second = two.run(taken_apart, PerRank(4, 1))
     assert first == [(number, number) for number in range(4)]
     assert second == [(0, 0)] * 4
+
+
+@dataclass
+class Row:
+    label: Any
+
+
+def replaced(length: int, kind: Any) -> list[int]:
+    """Of every batch: what the loop puts another thing in the place of."""
+    loader = UnevenInputLoader(
+        [kind(label=torch.tensor(n)) for n in range(length)], group=dist.group.WORLD
+    )
+    found = []
+    for row in loader:
+        row.label = row.label.item()
+        found.append(row.label)
+    return found
+
+
+@pytest.mark.parametrize("kind", [Row, SimpleNamespace])
+def test_a_loop_may_set_attributes_of_batches(two: Ranks, kind: Any) -> None:
+    assert two.run(replaced, PerRank(3, 1), kind) == [[0, 1, 2], [0, 0, 0]]
 
 
 def left_out_by_all(length: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from threading import get_ident
 from zlib import crc32
 
 import torch
@@ -31,6 +32,7 @@ class Agreement:
 
     Attributes:
         dummy_batch: whether this rank has no batch in the present step.
+        asked_in: the thread that asks before each step; None: it asks where a promise ends alone.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Agreement:
         """The step up to which each rank has promised batches."""
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
         self._active, self._active_since = self._ranks, 0
+        self.asked_in: int | None = None
         self._is_over = self._all_used = self.dummy_batch = False
 
     @property
@@ -100,8 +103,16 @@ class Agreement:
         yet; of all ranks, where that is none of this pass.
 
         Raises:
-            UsageError: other ranks had a batch then than in the present step.
+            UsageError: other ranks had a batch then than in the present step; or another thread
+                asks, beside which this one would exchange in the same group.
         """
+        if self.asked_in not in (None, get_ident()):
+            raise UsageError(
+                "another thread takes batches from session.loader than calls backward(), and ranks "
+                "agree on each batch, as the length of a loader is not certain: their exchanges "
+                "would meet in another order. Put what reads ahead around the loader that "
+                "accelerate() gets, or set data.prefetch"
+            )
         self.settle()
         self._note()
         self._all_used = self._used == self._steps and self._is_over

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from slipstream.data.balance.loader import BalancedLoader
 from slipstream.data.own_iteration import iterates_itself
 from slipstream.data.prefetch.loader import PrefetchLoader
-from slipstream.data.prefetch.samplers import FORESEEN, counts_epochs
+from slipstream.data.prefetch.samplers import FORESEEN, counts_epochs, samplers_of
 
 _IN_MEMORY = (list, tuple, range)
 
@@ -45,9 +45,12 @@ def epoch_of(loader: Any) -> int | None:
         >>> epoch_of([1, 2]) is None
         True
     """
-    outer = getattr(loader, "batch_sampler", None)
-    samplers = [getattr(loader, "sampler", None), outer, getattr(outer, "sampler", None)]
-    parts = (*samplers, loader, getattr(loader, "dataset", None))
+    parts = (
+        getattr(loader, "sampler", None),
+        *samplers_of(loader),
+        loader,
+        getattr(loader, "dataset", None),
+    )
     epochs = [int(part.epoch) for part in parts if counts_epochs(part)]
     return next(filter(None, epochs), 0) if epochs else None
 
@@ -57,11 +60,4 @@ def _is_plain(loader: DataLoader[Any]) -> bool:
     own = iterates_itself(loader) or type(loader).__len__ is not DataLoader.__len__
     if own or isinstance(loader.dataset, IterableDataset):
         return False
-    outer: Any = loader.batch_sampler
-    if type(outer) is BatchSampler:
-        return _is_settled(outer.sampler)
-    return _is_settled(loader.sampler if outer is None else outer)
-
-
-def _is_settled(sampler: Any) -> bool:
-    return type(sampler) in (*FORESEEN, *_IN_MEMORY)
+    return all(type(one) in (*FORESEEN, *_IN_MEMORY) for one in samplers_of(loader))

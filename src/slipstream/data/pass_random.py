@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 
 from slipstream.data import randomness
 from slipstream.data.balance.loader import BalancedLoader
+from slipstream.data.prefetch.samplers import samplers_of
 
 
 class RandomStates(TypedDict):
@@ -29,10 +30,8 @@ class RandomStates(TypedDict):
 
 def _generators(loader: object) -> list[torch.Generator]:
     found: list[torch.Generator] = []
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    samplers = getattr(loader, "sampler", None), batch_sampler
     # beside a batch_sampler of the user's, torch gives the loader a sampler that draws nothing
-    for owner in (loader, *samplers, getattr(batch_sampler, "sampler", None)):
+    for owner in (loader, getattr(loader, "sampler", None), *samplers_of(loader)):
         generator = getattr(owner, "generator", None)
         known = [torch.default_generator, *found]
         if isinstance(generator, torch.Generator) and all(generator is not g for g in known):

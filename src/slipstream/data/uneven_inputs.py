@@ -13,9 +13,12 @@ after forward has run beside it. No other ``len()`` is believed.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import is_dataclass
+from threading import get_ident
 from typing import Any, NoReturn, Protocol, TypeGuard, runtime_checkable
 from weakref import ref
 
@@ -422,6 +425,8 @@ class _Pass(Iterator[Any]):
             raise self._loader._broken
         left = 1 if self._length is None or self._error else self._length - self._given
         promise = max(left, 1) if has_one else 0
+        if self._length is None:
+            self._agreement.asked_in = get_ident()
         with self._loader._explaining():
             return self._agreement.next_step(promise, self._loader._group)
 
@@ -455,12 +460,16 @@ class _Pass(Iterator[Any]):
 
 
 def _copied(batch: Any) -> Any:
-    """The same tensors in lists and mappings of their own: a script may take entries out of those
-    that it gets."""
+    """The same tensors in lists, mappings and objects of their own: a script may change those that
+    it gets."""
     if type(batch) is list:
         alone = all(isinstance(entry, LEAVES) for entry in batch)  # as numbers of tokens
         return [*batch] if alone else [_copied(entry) for entry in batch]
     try:
-        return mapped(batch, lambda tensor: tensor)
+        found = mapped(batch, lambda tensor: tensor)
+        if found is not batch or isinstance(batch, (tuple, *LEAVES)):
+            return found
+        has_attributes = is_dataclass(batch) or hasattr(batch, "__dict__")
+        return copy.copy(batch) if has_attributes else batch
     except Exception:  # a container that cannot be made anew
         return batch

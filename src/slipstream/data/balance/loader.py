@@ -274,7 +274,8 @@ def _checked_sampler(loader: Any, rank: int, ranks: int) -> Any:
     replaces = getattr(sampler, "replacement", False) or getattr(sampler, "_num_samples", None)
     spread = isinstance(sampler, DistributedSampler)
     if loader.batch_size is None or not (spread or (plain and not replaces)):
-        seen = type(loader.batch_sampler if loader.batch_size is None else sampler).__name__
+        outer = loader.batch_sampler if loader.batch_size is None else None
+        seen = type(sampler if outer is None else outer).__name__
         allowed = "a DistributedSampler over the whole dataset"
         raise ModelError(
             f"data.balance draws the samples of all {ranks} ranks itself; the loader has a {seen}: "
@@ -328,7 +329,7 @@ def _numbers(dataset: Any, attribute: str, column: str) -> list[int] | None:
     """A number for each sample, as an attribute or a column says; None: neither is there.
 
     Raises:
-        ModelError: they are those of another number of samples.
+        ModelError: they are no numbers, or those of another number of samples.
     """
     if isinstance(dataset, Subset):
         found = _numbers(dataset.dataset, attribute, column)
@@ -338,9 +339,16 @@ def _numbers(dataset: Any, attribute: str, column: str) -> list[int] | None:
         numbers = dataset[column]
     if numbers is None:
         return None
-    if len(numbers) != len(dataset):
+    try:
+        found = [int(number) for number in numbers]
+    except (TypeError, ValueError):  # of something else, or a method
+        raise ModelError(
+            f"data.balance: {attribute} of {type(dataset).__name__} are a "
+            f"{type(numbers).__name__}; allowed: a list of whole numbers, one for each sample"
+        ) from None
+    if len(found) != len(dataset):
         raise ModelError(
             f"data.balance: {type(dataset).__name__} has {len(dataset)} samples and "
-            f"{len(numbers)} {attribute}; allowed: one for each sample"
+            f"{len(found)} {attribute}; allowed: one for each sample"
         )
-    return [int(number) for number in numbers]
+    return found

@@ -140,8 +140,9 @@ def _alone_in(root: Path) -> Iterator[None]:
         PermissionError: it is another user's.
     """
     while True:
+        root.parent.mkdir(parents=True, exist_ok=True)  # outside: nobody removes that one
         try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            root.mkdir(mode=0o700, exist_ok=True)
             if root.stat().st_uid != os.getuid():
                 words = "belongs to another user; give another data.cache.folder"
                 raise PermissionError(f"{root} {words}")

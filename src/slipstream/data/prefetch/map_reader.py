@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from slipstream.data.prefetch.passes import Batch, Passes
@@ -180,7 +181,7 @@ class MapReader:
         if not isinstance(self._source, Inline):
             self._timing.waited(start, end)
         elif not self._reads_itself:
-            self._timing.read_here(start, end, sum(t.nbytes for t in tensors(batch)))
+            self._timing.read_here(start, end, _bytes_of(batch))
 
     def _failed(self, batch: Failed, number: int) -> Batch:
         """Raises what came instead of a batch, if it is one of pass ``number``."""
@@ -255,6 +256,11 @@ class MapReader:
             )
         room = max(1, int(SHARE * free / self._sharers / size))
         return min(count, room), min(ahead, room)
+
+
+def _bytes_of(batch: Any) -> int:
+    """Bytes of the tensors in a batch; sparse ones do not say."""
+    return sum(one.nbytes for one in tensors(batch) if one.layout is not torch.sparse_coo)
 
 
 class _Timing:

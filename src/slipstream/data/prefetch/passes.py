@@ -38,6 +38,7 @@ from slipstream.data.prefetch.samplers import (
     FORESEEN,
     counts_epochs,
     draws_in_between,
+    samplers_of,
     settings_of,
 )
 
@@ -107,13 +108,12 @@ class Passes:
     """
 
     def __init__(self, loader: DataLoader[Any], earlier: Passes | None = None) -> None:
-        outer = loader.batch_sampler
-        self._sampler: Any = loader.sampler if outer is None else outer
-        inner = getattr(outer, "sampler", None) if outer is not None else loader.sampler
-        self._samplers: list[Any] = [one for one in (outer, inner) if one is not None]
+        self._samplers = samplers_of(loader)
+        self._sampler: Any = self._samplers[0]
         self._epochs: Any = next(filter(counts_epochs, self._samplers), None)
-        own = getattr(inner, "generator", None)
-        self._generator: torch.Generator = torch.default_generator if own is None else own
+        own = [getattr(one, "generator", None) for one in reversed(self._samplers)]
+        generators = [one for one in own if isinstance(one, torch.Generator)]
+        self._generator = generators[0] if generators else torch.default_generator
         self._seeds_of = loader.generator
         self._seeds: torch.Generator = loader.generator or torch.default_generator
         self._seeds_once = loader.num_workers > 0 and loader.persistent_workers
@@ -126,7 +126,7 @@ class Passes:
         self._step = 1  # by which the epoch grows from pass to pass, as far as is known
         self.sent: deque[Batch] = deque()
         self._again: deque[Batch] = deque()
-        known = all(type(one) in FORESEEN for one in self._samplers)
+        known = all(type(one) in FORESEEN for one in self._samplers) and len(self._samplers) <= 2
         self._begins_twice = not known and loader.num_workers > 0
         self._draws_in_between = not known or any(map(draws_in_between, self._samplers))
         self.note = "" if known else UNKNOWN

@@ -30,6 +30,24 @@ FORESEEN = (
 """Classes of samplers whose order depends on their attributes and their generator alone."""
 
 
+def samplers_of(loader: Any) -> list[Any]:
+    """List what draws a loader's batches, the outermost first: its batch sampler, or its sampler
+    where it has none, and what that draws from.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> inner = SequentialSampler([1, 2, 3])
+        >>> rows = BatchSampler(inner, 2, drop_last=False)
+        >>> samplers_of(DataLoader([1, 2, 3], sampler=rows, batch_size=None)) == [rows, inner]
+        True
+    """
+    outer = getattr(loader, "batch_sampler", None)
+    found = [getattr(loader, "sampler", None) if outer is None else outer]
+    while found[-1] is not None:
+        found.append(getattr(found[-1], "sampler", None))
+    return found[:-1]
+
+
 def draws_in_between(sampler: Any) -> bool:
     """Whether one of FORESEEN draws from its generator between two of its samples."""
     if type(sampler) is not RandomSampler:
