@@ -319,6 +319,63 @@ class Iterates(Odd):
         return iter([super().forward(x if isinstance(x, Tensor) else next(x))])
 
 
+class Graph:
+    """As the data of PyTorch Geometric: attributes lie in a store of its own."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.store = {"x": x}
+        self.calls = 0
+
+
+class PassesOn(Odd):
+    """Takes its input from an object, leaves its output there, and returns the object."""
+
+    def forward(self, graph: Any) -> Any:
+        graph.store["x"] = super().forward(graph.store["x"])
+        graph.calls += 1
+        return graph
+
+
+class Graphs(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        graph = super().forward(Graph(x))
+        assert graph.calls == len(self)
+        return graph.store["x"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_blocks_pass_on_what_they_compute_in_an_object(config: str) -> None:
+    plain = trained(PassesOn, None, Graphs)
+    found = trained(PassesOn, CONFIGS[config], Graphs)
+    assert plain.keys() == found.keys()
+    assert all(torch.equal(found[key], value) for key, value in plain.items())
+
+
+class Shows(Odd):
+    """Keeps what it has computed for the script, which looks at it behind backward."""
+
+    shown: Tensor | None
+
+    def prepare(self) -> None:
+        self.shown = None
+
+    def odd(self, y: Tensor) -> Tensor:
+        z = y.exp().log()
+        self.shown = z * 2
+        return z
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_what_a_block_shows_for_the_first_time_stays_behind_backward(config: str) -> None:
+    model = nn.Sequential(*(Shows() for _ in range(4)))
+    recomputed = recompute(model, CONFIGS[config])
+    loss = model(torch.ones(2, 4)).sum()
+    shown = [block.shown for block in model]
+    loss.backward()
+    assert [block.shown for block in model] == shown
+    recomputed.close()
+
+
 @pytest.mark.parametrize("config", CONFIGS)
 def test_iterators_are_refused(config: str) -> None:
     with pytest.raises(UsageError, match=r"1 is called with a list_iterator, .* pass a list"):
