@@ -25,7 +25,6 @@ Settings = list[tuple[object, dict[str, Any]]]
 """By module, object or dict: the values of some of its attributes or entries."""
 
 
-
 class _Kept(NamedTuple):
     """A parameter as it was used."""
 
