@@ -616,7 +616,7 @@ class TrainingLoop:
         found = getattr(optimizer, "found_inf", None)
         return found is not None and self.sharding.any_rank(bool(found))
 
-    def _are_finite(self, parameters: Iterable[torch.Tensor]) -> bool:
+    def _are_finite(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
         """Whether the gradients of these are finite, on all ranks."""
         found = all_finite(self.engine.averages(parameters))
         return not self.sharding.any_rank(not found)
