@@ -18,7 +18,7 @@ from slipstream.memory import recompute
 from slipstream.memory.recompute import rng_state
 from slipstream.memory.recompute.rng_state import RngReplay, get_rng_state
 from slipstream.pytree import tensors
-from slipstream.strategy import BudgetConfig, EveryConfig, RecomputeConfig
+from slipstream.strategy import BudgetConfig, CheckpointsConfig, EveryConfig, RecomputeConfig
 
 CONFIGS = {
     "every": EveryConfig(),
@@ -349,6 +349,24 @@ def test_blocks_pass_on_what_they_compute_in_an_object(config: str) -> None:
     found = trained(PassesOn, CONFIGS[config], Graphs)
     assert plain.keys() == found.keys()
     assert all(torch.equal(found[key], value) for key, value in plain.items())
+
+
+def through_normed_layers(config: RecomputeConfig | None) -> list[Tensor]:
+    """As a discriminator: two batches, and one backward. Each forward makes other weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.utils.spectral_norm(nn.Linear(4, 4)) for _ in range(3)))
+    recomputed = recompute(model, config) if config is not None else None
+    real, fake = torch.randn(5, 4), torch.randn(5, 4, requires_grad=True)
+    (model(real).square().mean() - model(fake).tanh().mean()).backward()
+    if recomputed is not None:
+        recomputed.close()
+    return [fake.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_block_whose_weight_a_hook_makes_before() -> None:
+    plain, found = map(through_normed_layers, (None, CheckpointsConfig(checkpoints=["*"])))
+    assert all(map(torch.equal, found, plain))
 
 
 class Shows(Odd):

@@ -76,6 +76,9 @@ class StateReplay:
         """Wrap the first run. Parameters are looked at when it ends, as they may come late."""
         modules = modules_in(self._modules)
         self._settings = _settings(modules, self._objects)
+        # what a pre-hook has put there before, as spectral_norm its weight: it does not run again
+        hooked = [m for m in self._modules if m._forward_pre_hooks]
+        self._settings += [(m, _scalars(vars(m), Tensor)) for m in hooked]
         yield
         self._kept = [
             # the memory itself, whatever a class answers
