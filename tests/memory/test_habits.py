@@ -130,7 +130,16 @@ def inside_a_checkpoint(model: Any) -> Results:
     return results
 
 
+def compiled(model: Any) -> Results:
+    try:
+        net = torch.compile(model, backend="eager")
+        return [*trained(net), *trained(net)]
+    finally:
+        torch.compiler.reset()
+
+
 HABITS = (
+    compiled,
     switched_to_eval,
     dropout_changed,
     frozen,

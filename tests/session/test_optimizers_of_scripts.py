@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD
 from torch.optim.lr_scheduler import MultiStepLR
 
 import slipstream
+from slipstream.errors import NonFiniteError
 from tests.harness.ranks import Ranks
 from tests.session.test_habits import batches, loss_of, model_of
 
@@ -123,3 +126,64 @@ def test_numbers_of_numpy_are_numbers_in_a_checkpoint(tmp_path: Path) -> None:
         session.restore(slipstream.read_checkpoint(tmp_path / "a.pt"))
         assert slipstream.read_checkpoint(tmp_path / "b.pt") == {"lr": rates[1]}
     assert optimizer.param_groups[0]["lr"] == rates[1]
+
+
+def two_of(model: nn.Module) -> list[SGD]:
+    layers = model.get_submodule("0"), model.get_submodule("2")
+    return [SGD(layer.parameters(), lr=0.1, momentum=0.9) for layer in layers]
+
+
+def infinite(model: nn.Module, layer: int) -> torch.Tensor:
+    """An infinite loss of the layer of one optimizer alone."""
+    own = two_of(model)[layer].param_groups[0]["params"]
+    return torch.stack([p.sum() for p in own]).sum() * torch.inf
+
+
+def scaled(overflows: int, order: tuple[int, int]) -> list[torch.Tensor]:
+    """One scaler and two optimizers, of which the session has the first."""
+    model, scaler = model_of(), torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizers = two_of(model)
+    session = slipstream.accelerate(model, optimizers[0]) if dist.is_initialized() else None
+    for number, batch in enumerate(batches()):
+        extra = infinite(model, overflows) if number == 1 else 0.0
+        if session is None:
+            joined = torch.stack([loss_of(model, x) for x in batch]).mean()
+            scaler.scale(joined + extra).backward()
+        else:
+            session.backward(scaler.scale(loss_of(model, batch[session.rank]) + extra))
+        for which in order:
+            scaler.step(optimizers[which])
+        scaler.update()
+        model.zero_grad()
+    if session is not None:
+        session.close()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("overflows", [0, 1])
+def test_a_scaler_skips_the_step_of_one_optimizer_alone(
+    two: Ranks, overflows: int, order: tuple[int, int]
+) -> None:
+    expected = scaled(overflows, order)
+    for found in two.run(scaled, overflows, order):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def infinite_for_the_second() -> str:
+    model = model_of()
+    mine, other = two_of(model)
+    before = [p.detach().clone() for p in other.param_groups[0]["params"]]
+    with slipstream.accelerate(model, mine) as session:
+        session.backward(loss_of(model, batches()[0, session.rank]) + infinite(model, 1))
+        mine.step()
+        with pytest.raises(NonFiniteError) as caught:
+            other.step()
+        model.zero_grad()
+    assert all(map(torch.equal, before, other.param_groups[0]["params"]))
+    return str(caught.value)
+
+
+def test_an_optimizer_without_a_scaler_makes_no_infinite_step_behind_another(two: Ranks) -> None:
+    for text in two.run(infinite_for_the_second):
+        assert "the gradient of 2.weight is infinite or NaN" in text

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -577,6 +577,8 @@ class TrainingLoop:
         if not self._dropped.isdisjoint(shared):
             raise messages.other_step_late(optimizer)
         if self._used:
+            if self.engine.nonfinite and not self._are_finite(shared):
+                self._refuse_nonfinite()
             return
         if shared and self.update_due:
             if self._skips_itself(optimizer):  # no step is made
@@ -585,7 +587,7 @@ class TrainingLoop:
                 return
             # others it lets step where their own gradients are finite
             ends = self.engine.nonfinite and self._on_nonfinite == "raise"
-            finite = ends and all_finite(p.grad for p in shared if p.grad is not None)
+            finite = ends and self._are_finite(shared)
             self._other_skips = bool(self._other_skips) or (not finite and self._overflowed())
             for parameter in shared if self._other_skips or self._without_batch else ():
                 parameter.grad = None
@@ -604,6 +606,11 @@ class TrainingLoop:
         if self._skips_itself(self.optimizer):
             return True
         if self.window.loss_scale == 1.0 and not self.precision.scales:
+            ends = self.engine.nonfinite and self._on_nonfinite == "raise"
+            # by hand it steps as any other: a scaler decides for each optimizer by itself
+            own = [p for group in self.optimizer.param_groups for p in group["params"]]
+            if ends and not self._updating and self._are_finite(own):
+                return False
             return self._refuse_nonfinite()
         # Averages are the same on all data-parallel ranks, unless each has a shard of them; those
         # that share a model must agree.
@@ -613,6 +620,11 @@ class TrainingLoop:
         """Whether torch's GradScaler, which calls a fused step in any case, tells it to skip."""
         found = getattr(optimizer, "found_inf", None)
         return found is not None and self.sharding.any_rank(bool(found))
+
+    def _are_finite(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
+        """Whether the gradients of these are finite, on all ranks."""
+        found = all_finite(self.engine.averages(parameters))
+        return not self.sharding.any_rank(not found)
 
     def _refuse_nonfinite(self) -> bool:
         """Whether the update must be skipped because of gradients that are not finite.

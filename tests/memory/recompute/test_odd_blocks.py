@@ -18,7 +18,7 @@ from slipstream.memory import recompute
 from slipstream.memory.recompute import rng_state
 from slipstream.memory.recompute.rng_state import RngReplay, get_rng_state
 from slipstream.pytree import tensors
-from slipstream.strategy import BudgetConfig, EveryConfig, RecomputeConfig
+from slipstream.strategy import BudgetConfig, CheckpointsConfig, EveryConfig, RecomputeConfig
 
 CONFIGS = {
     "every": EveryConfig(),
@@ -317,6 +317,81 @@ class Iterates(Odd):
 
     def forward(self, x: Any) -> Any:
         return iter([super().forward(x if isinstance(x, Tensor) else next(x))])
+
+
+class Graph:
+    """As the data of PyTorch Geometric: attributes lie in a store of its own."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.store = {"x": x}
+        self.calls = 0
+
+
+class PassesOn(Odd):
+    """Takes its input from an object, leaves its output there, and returns the object."""
+
+    def forward(self, graph: Any) -> Any:
+        graph.store["x"] = super().forward(graph.store["x"])
+        graph.calls += 1
+        return graph
+
+
+class Graphs(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        graph = super().forward(Graph(x))
+        assert graph.calls == len(self)
+        return graph.store["x"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_blocks_pass_on_what_they_compute_in_an_object(config: str) -> None:
+    plain = trained(PassesOn, None, Graphs)
+    found = trained(PassesOn, CONFIGS[config], Graphs)
+    assert plain.keys() == found.keys()
+    assert all(torch.equal(found[key], value) for key, value in plain.items())
+
+
+def through_normed_layers(config: RecomputeConfig | None) -> list[Tensor]:
+    """As a discriminator: two batches, and one backward. Each forward makes other weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.utils.spectral_norm(nn.Linear(4, 4)) for _ in range(3)))
+    recomputed = recompute(model, config) if config is not None else None
+    real, fake = torch.randn(5, 4), torch.randn(5, 4, requires_grad=True)
+    (model(real).square().mean() - model(fake).tanh().mean()).backward()
+    if recomputed is not None:
+        recomputed.close()
+    return [fake.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_block_whose_weight_a_hook_makes_before() -> None:
+    plain, found = map(through_normed_layers, (None, CheckpointsConfig(checkpoints=["*"])))
+    assert all(map(torch.equal, found, plain))
+
+
+class Shows(Odd):
+    """Keeps what it has computed for the script, which looks at it behind backward."""
+
+    shown: Tensor | None
+
+    def prepare(self) -> None:
+        self.shown = None
+
+    def odd(self, y: Tensor) -> Tensor:
+        z = y.exp().log()
+        self.shown = z * 2
+        return z
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_what_a_block_shows_for_the_first_time_stays_behind_backward(config: str) -> None:
+    model = nn.Sequential(*(Shows() for _ in range(4)))
+    recomputed = recompute(model, CONFIGS[config])
+    loss = model(torch.ones(2, 4)).sum()
+    shown = [block.shown for block in model]
+    loss.backward()
+    assert [block.shown for block in model] == shown
+    recomputed.close()
 
 
 @pytest.mark.parametrize("config", CONFIGS)

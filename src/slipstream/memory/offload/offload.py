@@ -22,6 +22,7 @@ from slipstream.memory.offload import saved_tensors as saved
 from slipstream.memory.offload.open_store import open_store
 from slipstream.memory.offload.pcie import gpus_sharing_link
 from slipstream.memory.offload.store import TensorStore, Traffic
+from slipstream.memory.untraced import leave_to_python
 from slipstream.strategy import OffloadConfig, Row
 
 
@@ -136,6 +137,7 @@ class Offloader:
         store: TensorStore,
         device: torch.device,
     ) -> None:
+        leave_to_python()
         self._config, self._store, self._device = config, store, device
         self._paths = tuple(blocks)
         self._pass, self._last_position = saved.ForwardPass(), 0

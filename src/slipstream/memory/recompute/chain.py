@@ -24,6 +24,7 @@ from slipstream.memory.forward_override import Forward, ForwardOverride
 from slipstream.memory.recompute.block_dataflow import Call, Link, versions
 from slipstream.memory.recompute.budget import Region, RegionParts
 from slipstream.memory.recompute.layout import RegionLayout
+from slipstream.memory.untraced import leave_to_python
 from slipstream.strategy.memory import KeptOperation
 
 _USED_UP = {
@@ -59,6 +60,7 @@ class Chain:
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module], keep: Sequence[KeptOperation] = ()) -> None:
+        leave_to_python()
         self.blocks, self._keep = blocks, keep
         self.observer: CallObserver | None = None
         # By name: first block of the region, call, versions of the call's tensors, output.

@@ -5,17 +5,24 @@ Buffers have their own file, as forward changes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.errors import UsageError
+from slipstream.pytree import LEAVES
 
 _SCALARS = frozenset((bool, int, float, str, type(None)))
+_DEPTH = 3
+"""Containers in containers that are looked into for what a block writes into an object."""
+
+_ABSENT: Any = object()
 Settings = list[tuple[object, dict[str, Any]]]
+"""By module, object or dict: the values of some of its attributes or entries."""
 
 
 class _Kept(NamedTuple):
@@ -34,7 +41,9 @@ class StateReplay:
     """A context for recomputation; `record` wraps the first run.
 
     Settings are numbers, strings, flags and None in the attributes of a module, such as
-    ``training``, or of one of ``objects``, which a model hands to its blocks: those from before the
+    ``training``, or of one of ``objects``, which a model hands to its blocks, and the tensors that
+    such an object holds, as blocks may take what they compute from there and leave it there
+    (``batch.x = ...``). Those from before the
     first run hold inside, and what recomputation changes is undone. Parameters are those of the
     first run, whatever the module has since: others under ``functional_call``, or ones that were
     assigned later.
@@ -66,7 +75,10 @@ class StateReplay:
     def record(self) -> Iterator[None]:
         """Wrap the first run. Parameters are looked at when it ends, as they may come late."""
         modules = modules_in(self._modules)
-        self._settings = _settings([*modules, *self._objects])
+        self._settings = _settings(modules, self._objects)
+        # what a pre-hook has put there before, as spectral_norm its weight: it does not run again
+        hooked = [m for m in self._modules if m._forward_pre_hooks]
+        self._settings += [(m, _scalars(vars(m), Tensor)) for m in hooked]
         yield
         self._kept = [
             # the memory itself, whatever a class answers
@@ -78,7 +90,7 @@ class StateReplay:
 
     def __enter__(self) -> None:
         self._check_unchanged()
-        self._outside, self._replaced = _settings(one for one, _ in self._settings), []
+        self._outside, self._replaced = _now(self._settings), []
         _restore(self._settings)
         for kept in self._kept:
             now = kept.module._parameters.get(kept.name)
@@ -111,7 +123,7 @@ class StateReplay:
 @contextmanager
 def settings_kept(module: nn.Module, objects: Sequence[object] = ()) -> Iterator[None]:
     """Undo what a run changes in the settings of a module, of all modules in it and of objects."""
-    before = _settings([*modules_in([module]), *objects])
+    before = _settings(modules_in([module]), objects)
     try:
         yield
     finally:
@@ -130,18 +142,47 @@ def modules_in(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return [*found]
 
 
-def _settings(owners: Iterable[object]) -> Settings:
+def _settings(modules: Iterable[nn.Module], objects: Iterable[object]) -> Settings:
+    settings: Settings = [(module, _scalars(vars(module))) for module in modules]
+    for one in objects:
+        seen = is_dataclass(one)  # its tensors are arguments of the checkpoint
+        settings += [(held, _scalars(held, *[Tensor] * (not seen))) for held in _held_by(one)]
+    return settings
+
+
+def _scalars(values: Mapping[str, Any], *others: type) -> dict[str, Any]:
+    return {k: v for k, v in values.items() if type(v) in _SCALARS or isinstance(v, others)}
+
+
+def _held_by(value: object, depth: int = _DEPTH) -> Iterator[dict[str, Any]]:
+    """The attributes of an object, and those of what it holds."""
+    held = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    if not depth or not isinstance(held, dict) or isinstance(value, (*LEAVES, nn.Module, type)):
+        return
+    yield held
+    for one in [*held.values()]:
+        yield from _held_by(one, depth - 1)
+
+
+def _values(owner: object) -> dict[str, Any]:
+    return owner if isinstance(owner, dict) else vars(owner)
+
+
+def _now(settings: Settings) -> Settings:
+    """The present values, of any type, in the places of ``settings``."""
     return [
-        (owner, {k: value for k, value in vars(owner).items() if type(value) in _SCALARS})
-        for owner in owners
+        (owner, {name: _values(owner).get(name, _ABSENT) for name in before})
+        for owner, before in settings
     ]
 
 
 def _restore(settings: Settings) -> None:
     for owner, before in settings:
-        now = vars(owner)
+        now = _values(owner)
         for name, value in before.items():
-            if now.get(name, before) is not value:
+            if value is _ABSENT:
+                now.pop(name, None)
+            elif now.get(name, _ABSENT) is not value:
                 now[name] = value
 
 
