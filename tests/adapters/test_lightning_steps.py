@@ -118,5 +118,6 @@ def test_a_callback_validates_its_average_and_changes_no_training(
     expected = two.run(validated_with_an_average, tmp_path, False)
     found = two.run(validated_with_an_average, tmp_path, True)
     for (values, seen), (plain, _) in zip(found, expected, strict=True):
-        assert all(map(torch.equal, values, plain))
+        assert all(torch.equal(a, b) for a, b in zip(values, plain, strict=True))
+        assert seen
         assert all(seen)

@@ -540,7 +540,9 @@ def test_any_trace_gets_advice_or_a_reason_why_not(trace):
 
 
 def test_what_a_framework_sets_by_itself_is_advised_there() -> None:
-    theirs = {"framework": {"name": "Accelerate", "sets": {"gradients.accumulate": "its setting"}}}
+    theirs = {
+        "framework": {"name": "Accelerate", "own_settings": {"gradients.accumulate": "its setting"}}
+    }
     training = Training(cuts=(10,), **SLOW, meta=theirs)
     found = accumulate(trace_stats(training.trace, training.network))
     assert found is not None

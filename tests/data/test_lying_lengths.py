@@ -7,7 +7,7 @@ import copy
 import itertools
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -360,11 +360,21 @@ def taken_in_a_thread() -> str:
     """As by a reader ahead around the session's loader."""
     loader = UnevenInputLoader(DataLoader(SaysStream([0, 1, 2], 3)), group=dist.group.WORLD)
     taken = iter(loader)
-    thread = Thread(target=next, args=(taken,))
+    has_read, may_end = Event(), Event()
+
+    def read() -> None:
+        next(taken)
+        has_read.set()
+        may_end.wait(60)
+
+    thread = Thread(target=read)
     thread.start()
-    thread.join()
+    has_read.wait(60)
     with pytest.raises(UsageError) as caught:
         _ = loader.active
+    may_end.set()
+    thread.join()
+    assert loader.active == 2  # nothing runs beside any more
     next(taken)
     assert loader.active == 2
     return str(caught.value)

@@ -339,21 +339,43 @@ class Row:
     label: Any
 
 
-def replaced(length: int, kind: Any) -> list[int]:
+def replaced(length: int, kind: Any, place: Any) -> list[int]:
     """Of every batch: what the loop puts another thing in the place of."""
-    loader = UnevenInputLoader(
-        [kind(label=torch.tensor(n)) for n in range(length)], group=dist.group.WORLD
-    )
+    rows = [kind(label=torch.tensor(n)) for n in range(length)]
+    batches = [row if place is None else {place: row} for row in rows]
+    if place == 0:
+        batches = [(row, 1) for row in rows]
     found = []
-    for row in loader:
+    for batch in UnevenInputLoader(batches, group=dist.group.WORLD):
+        row = batch if place is None else batch[place]
         row.label = row.label.item()
         found.append(row.label)
     return found
 
 
+@pytest.mark.parametrize("place", [None, 0, "row"], ids=["alone", "in a tuple", "in a mapping"])
 @pytest.mark.parametrize("kind", [Row, SimpleNamespace])
-def test_a_loop_may_set_attributes_of_batches(two: Ranks, kind: Any) -> None:
-    assert two.run(replaced, PerRank(3, 1), kind) == [[0, 1, 2], [0, 0, 0]]
+def test_a_loop_may_set_attributes_of_batches(two: Ranks, kind: Any, place: Any) -> None:
+    assert two.run(replaced, PerRank(3, 1), kind, place) == [[0, 1, 2], [0, 0, 0]]
+
+
+class Values:
+    """As an array is, whose copy is one of all of them."""
+
+    def __init__(self) -> None:
+        self.label = 1
+
+    def __array__(self) -> None: ...
+
+
+def given_twice(length: int) -> bool:
+    batches = [Values() for _ in range(length)]
+    found = [*UnevenInputLoader(batches, group=dist.group.WORLD)]
+    return all(one is other for one, other in zip(found, batches, strict=False))
+
+
+def test_values_in_objects_are_not_copied(two: Ranks) -> None:
+    assert two.run(given_twice, PerRank(3, 1)) == [True, True]
 
 
 def left_out_by_all(length: int) -> str:

@@ -374,9 +374,9 @@ def test_hierarchical_is_proposed_where_hosts_have_several_ranks() -> None:
 
 def test_what_the_framework_of_a_training_refuses_is_no_candidate() -> None:
     work, network = UNEVEN
-    refused = replace(work, refused=frozenset({"gradients.accumulate", "precision"}))
+    refused = replace(work, not_proposed=frozenset({"gradients.accumulate", "precision"}))
     exacts = {label(one) for one in exact(work, network, Strategy())}
-    for kind, more in ((work, True), (refused, False)):
-        others = [one for one in every(kind, network, Strategy()) if label(one) not in exacts]
-        assert any(one.gradients.accumulate > 1 for one in others) is more
-        assert any(one.precision is not None for one in others) is more
+    for one, more in ((work, True), (refused, False)):
+        others = [s for s in every(one, network, Strategy()) if label(s) not in exacts]
+        assert any(s.gradients.accumulate > 1 for s in others) is more
+        assert any(s.precision is not None for s in others) is more

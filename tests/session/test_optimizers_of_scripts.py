@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,13 +171,14 @@ def test_a_scaler_skips_the_step_of_one_optimizer_alone(
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def infinite_for_the_second() -> str:
+def infinite_for_the_second(*, first: bool) -> str:
     model = model_of()
     mine, other = two_of(model)
     before = [p.detach().clone() for p in other.param_groups[0]["params"]]
     with slipstream.accelerate(model, mine) as session:
         session.backward(loss_of(model, batches()[0, session.rank]) + infinite(model, 1))
-        mine.step()
+        if not first:
+            mine.step()
         with pytest.raises(NonFiniteError) as caught:
             other.step()
         model.zero_grad()
@@ -184,6 +186,7 @@ def infinite_for_the_second() -> str:
     return str(caught.value)
 
 
-def test_an_optimizer_without_a_scaler_makes_no_infinite_step_behind_another(two: Ranks) -> None:
-    for text in two.run(infinite_for_the_second):
+@pytest.mark.parametrize("first", [True, False])
+def test_an_optimizer_without_a_scaler_makes_no_infinite_step(two: Ranks, first: bool) -> None:
+    for text in two.run(partial(infinite_for_the_second, first=first)):
         assert "the gradient of 2.weight is infinite or NaN" in text

@@ -185,7 +185,7 @@ def unfinished(folder: str, how: str) -> str:
 @pytest.mark.parametrize("how", ["the groups are gone", "an error"])
 def test_a_trace_that_is_not_written_is_told(two: Ranks, tmp_path: Path, how: str) -> None:
     first, second = two.run(unfinished, str(tmp_path), how, connect=False, timeout=40)
-    assert "no trace is written: the run has ended before its last update" in first
+    assert "no trace is written: the run has ended before trace.steps updates" in first
     assert not second
     assert not [*tmp_path.iterdir()]
 

@@ -16,6 +16,8 @@ OWN = {
     "by name": "session = slipstream.accelerate(model, opt, loader, strategy={'data': {}})",
     "by place": "session = accelerate(model, opt, loader, 'exact')",
     "a variable": "s = 'exact'\nslipstream.accelerate(model, opt, strategy=s)",
+    "a setting": "accelerate(model, opt, strategy=os.environ.get('S'))",
+    "a path": "accelerate(model, opt, strategy=Path('a') / 'b.yaml')",
     "FSDP2": "accelerate_fsdp(model, opt, 'exact')",
     "Lightning": "Trainer(strategy=SessionStrategy({'local': 'auto'}))",
     "Fabric": "Fabric(strategy=FabricStrategy('exact'))",
@@ -41,7 +43,7 @@ def test_the_line_is_named(tmp_path: Path, text: str) -> None:
     assert told is not None
     (name,) = (n for n in PLACES if f"{n}(" in text)
     assert told.startswith(f"train.py:{line} gives {name}() a strategy of its own")
-    assert (", unless it is None," in told) == (text == OWN["a variable"])
+    assert (", unless it is None," in told) == (text in (OWN["a variable"], OWN["a setting"]))
 
 
 @pytest.mark.parametrize("text", OPEN.values(), ids=OPEN)

@@ -147,7 +147,10 @@ BROKEN = (
 @pytest.mark.parametrize(
     ("box", "says"),
     [
-        (Panel(f"rank 1 exited\nTraceback:\nValueError: {BROKEN}"), f"ValueError: {BROKEN}"),
+        (
+            Panel(f"rank 1 exited\nTraceback:\nValueError: {BROKEN}\n[W] a warning"),
+            f"ValueError: {BROKEN}",
+        ),
         (Panel(BROKEN, title="LaunchError", title_align="left"), f"LaunchError: {BROKEN}"),
     ],
     ids=["of a rank", "of a mistake"],

@@ -121,7 +121,7 @@ class FsdpExchange:
 
     @property
     def updates(self) -> int:
-        """Steps of the optimizer so far."""
+        """Steps of the optimizer so far that gradients came before."""
         return self._reducer.updates
 
     @property

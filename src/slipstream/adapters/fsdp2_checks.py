@@ -117,7 +117,9 @@ def check_width(unit: Unit, width: int) -> None:
     if compressor is None or not compressor.feedback:
         return
     trainable, owed = unit.trainable, compressor.error
-    if width != unit.width or (owed is not None and unit.owes != trainable):
+    if width != unit.width or (
+        owed is not None and (unit.owes != trainable or owed.shape[1] != width)
+    ):
         changed = [] if owed is None else sorted({*unit.owes} ^ {*trainable})
         since = f"; since the pass before, {changed[0]} was frozen or unfrozen" if changed else ""
         raise ModelError(

@@ -43,7 +43,7 @@ class Reducer:
         tracer: records them; None: nobody does.
 
     Attributes:
-        updates: steps of the optimizer so far.
+        updates: steps of the optimizer so far that gradients came before.
         sent_bytes: of gradients that this rank has sent so far.
         under_way: modules whose gradients travel, and hold NaN until they are there.
         reduced: whether gradients came since the last update; also where nobody else is there.

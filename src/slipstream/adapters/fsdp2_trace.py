@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 
 from slipstream.optim.nested_step import around_all
 from slipstream.pytree import tensors
+from slipstream.session import trace_file
 from slipstream.session.tracing import batch_size
 from slipstream.strategy import Strategy
 from slipstream.trace import chrome
@@ -77,6 +78,7 @@ class FsdpTracer:
             model.register_forward_hook(untraced(self._forward_ends)),
             optimizer.register_step_pre_hook(around_all(lambda *_: self._update_begins())),
         ]
+        trace_file.begin(self)
         self._iteration_begins()
 
     def gather(self, module: str, torchs: AllGatherComm) -> AllGatherComm:
@@ -112,12 +114,13 @@ class FsdpTracer:
         with collective_errors("the gathering of the trace"):
             trace = self.recorder.gather(self._control)
         if trace is not None and trace.events:
-            path = Path(self._strategy.trace.folder) / "trace.json"
+            path = trace_file.new_path(self, Path(self._strategy.trace.folder))
             chrome.leave(trace, path)
 
     def close(self) -> None:
         """Record nothing more, without a collective."""
         self._closed, self.recorder.active = True, False
+        trace_file.end(self)
         for hook in self._hooks:
             hook.remove()
 

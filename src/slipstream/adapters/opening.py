@@ -15,6 +15,7 @@ from slipstream.errors import ModelError, StrategyError, UsageError
 from slipstream.session.accelerate import accelerate, strategy_of
 from slipstream.session.session import Session
 from slipstream.strategy import DataConfig, Strategy, keeps_state
+from slipstream.trace.event import OWING_CODEC, Framework
 
 GivenStrategy = Strategy | Mapping[str, Any] | str | Path | None
 """A strategy as ``slipstream.accelerate`` takes it."""
@@ -52,9 +53,9 @@ def open_session(
         for problem in _problems(wanted, framework, accumulation, precision, scaler):
             raise UsageError(problem)
     session = accelerate(model, optimizer, strategy=strategy)
-    own = {"gradients.accumulate": accumulation, "precision": precision}
-    sets = {setting: name for setting, name in own.items() if name is not None}
-    session.loop_is_of({"name": framework, "sets": sets})
+    codec = None if scaler is None else precision
+    own = {"gradients.accumulate": accumulation, "precision": precision, OWING_CODEC: codec}
+    session.loop_is_of(Framework(framework, {key: name for key, name in own.items() if name}))
     return session
 
 

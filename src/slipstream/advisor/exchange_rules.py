@@ -110,10 +110,10 @@ def accumulate(stats: TraceStats) -> Finding | None:
     enough = (n for n in (2, 4) if exposed <= EXPOSED * n * stats.compute)
     passes, base = next(enough, MAX_PASSES), what_if.base.strategy
     total = passes * base.gradients.accumulate
-    own = stats.sets.get("gradients.accumulate")
+    own = stats.framework.own_settings.get("gradients.accumulate")
     rarely = f"once in {total} backward passes"
     if own is not None:  # of which the trace does not tell how many there are now
-        rarely = f"{passes} times as rarely, by {own} of {stats.framework}"
+        rarely = f"{passes} times as rarely, by {own} of {stats.framework.name}"
     return Finding(
         "note",
         "gradients.accumulate",

@@ -135,7 +135,7 @@ def _slow_rank(stats: TraceStats, worst: Straggler, evidence: str = "") -> Findi
     phase = worst.phase.replace("_", " ")
     less = " If it stays slow, give it less to do: data.balance with speeds: measured."
     # FSDP2, ``local`` and frameworks refuse it
-    less = "" if stats.exchanges is None or stats.framework else less
+    less = "" if stats.exchanges is None or stats.framework.name else less
     return Finding(
         stats.severity(worst.seconds),
         f"rank {worst.rank}, {phase}",
@@ -192,7 +192,7 @@ def look_outside(stats: TraceStats) -> Finding | None:
         "batches that it reads by itself (give the loader to accelerate(), and the wait for it "
     )
     batches += "is recorded)"
-    if stats.fully_shard or stats.framework:
+    if stats.fully_shard or stats.framework.name:
         batches = "the wait for batches, which is not recorded here"
     return Finding(
         "warning",

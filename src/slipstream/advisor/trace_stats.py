@@ -18,7 +18,7 @@ from slipstream.planner.iteration.traced import gradients_of
 from slipstream.planner.iteration.workload import Workload
 from slipstream.planner.network.profile import NetworkProfile
 from slipstream.planner.search.ranking import MARGIN
-from slipstream.trace.event import DATA_WAIT, FULLY_SHARD, Trace
+from slipstream.trace.event import DATA_WAIT, FULLY_SHARD, Framework, Trace
 from slipstream.trace.timeline import Iteration, timeline
 
 WORTHWHILE = 0.01
@@ -50,8 +50,7 @@ class TraceStats(NamedTuple):
         resizable: Whether ``data.prefetch`` sets how many read.
         balanceable: Whether samples have lengths by which they can be dealt, and are not yet.
         missing_steps: A sentence for each rank that recorded fewer steps than others.
-        framework: Whose loop trains by a session; empty: one of the script's own.
-        sets: Settings of a strategy that the framework has itself, with its names for them.
+        framework: Whose loop trains by a session.
         fully_shard: Whether the trace is of torch's FSDP2, not of a session.
     """
 
@@ -72,8 +71,7 @@ class TraceStats(NamedTuple):
     resizable: bool
     balanceable: bool
     missing_steps: tuple[str, ...]
-    framework: str
-    sets: Mapping[str, str]
+    framework: Framework
     fully_shard: bool = False
 
     def typical_seconds(self, part: str) -> float:
@@ -141,7 +139,6 @@ def trace_stats(trace: Trace, network: NetworkProfile | None = None) -> TraceSta
     slow = () if trace.settings("parallel").get("pipeline") else stragglers(iterations, clock_error)
     waiting = tuple(one for one in slow if _waits_for_cores(one, meta))
     what_if, unpredicted = _predicted(trace, exchanges, network)
-    framework, sets = trace.framework
     return TraceStats(
         typical=typical,
         stragglers=tuple(one for one in slow if one not in waiting),
@@ -160,8 +157,7 @@ def trace_stats(trace: Trace, network: NetworkProfile | None = None) -> TraceSta
         resizable=bool(meta.get("resizable")),
         balanceable=bool(meta.get("balanceable")),
         missing_steps=missing_steps,
-        framework=framework,
-        sets=sets,
+        framework=trace.framework,
         fully_shard=fully_shard,
     )
 

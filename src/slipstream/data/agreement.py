@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from threading import get_ident
+from threading import Thread, current_thread
 from zlib import crc32
 
 import torch
@@ -56,7 +56,7 @@ class Agreement:
         """The step up to which each rank has promised batches."""
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
         self._active, self._active_since = self._ranks, 0
-        self.asked_in: int | None = None
+        self.asked_in: Thread | None = None
         self._is_over = self._all_used = self.dummy_batch = False
 
     @property
@@ -106,12 +106,14 @@ class Agreement:
             UsageError: other ranks had a batch then than in the present step; or another thread
                 asks, beside which this one would exchange in the same group.
         """
-        if self.asked_in not in (None, get_ident()):
+        other = self.asked_in
+        if other not in (None, current_thread()) and other.is_alive():
             raise UsageError(
                 "another thread takes batches from session.loader than calls backward(), and ranks "
                 "agree on each batch, as the length of a loader is not certain: their exchanges "
-                "would meet in another order. Put what reads ahead around the loader that "
-                "accelerate() gets, or set data.prefetch"
+                "would meet in another order. Take batches in the thread that calls backward(), "
+                "put what reads ahead around the loader that accelerate() gets, or set "
+                "data.prefetch"
             )
         self.settle()
         self._note()

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import is_dataclass
-from threading import get_ident
+from dataclasses import fields, is_dataclass
+from threading import current_thread
+from types import FunctionType
 from typing import Any, NoReturn, Protocol, TypeGuard, runtime_checkable
 from weakref import ref
 
@@ -30,7 +32,7 @@ from slipstream.data.agreement import Agreement
 from slipstream.data.lengths import certain_length, epoch_of
 from slipstream.data.loader_around import LoaderAround
 from slipstream.errors import DataError, UsageError
-from slipstream.pytree import LEAVES, mapped
+from slipstream.pytree import LEAVES
 from slipstream.trace.event import DATA_WAIT
 from slipstream.trace.recorder import Recorder
 
@@ -425,8 +427,8 @@ class _Pass(Iterator[Any]):
             raise self._loader._broken
         left = 1 if self._length is None or self._error else self._length - self._given
         promise = max(left, 1) if has_one else 0
-        if self._length is None:
-            self._agreement.asked_in = get_ident()
+        if self._length is None or self._error:
+            self._agreement.asked_in = current_thread()
         with self._loader._explaining():
             return self._agreement.next_step(promise, self._loader._group)
 
@@ -462,14 +464,46 @@ class _Pass(Iterator[Any]):
 def _copied(batch: Any) -> Any:
     """The same tensors in lists, mappings and objects of their own: a script may change those that
     it gets."""
+    if isinstance(batch, LEAVES):
+        return batch
     if type(batch) is list:
         alone = all(isinstance(entry, LEAVES) for entry in batch)  # as numbers of tokens
         return [*batch] if alone else [_copied(entry) for entry in batch]
     try:
-        found = mapped(batch, lambda tensor: tensor)
-        if found is not batch or isinstance(batch, (tuple, *LEAVES)):
-            return found
-        has_attributes = is_dataclass(batch) or hasattr(batch, "__dict__")
-        return copy.copy(batch) if has_attributes else batch
-    except Exception:  # a container that cannot be made anew
+        return _copied_container(batch)
+    except Exception:  # one that cannot be made anew
         return batch
+
+
+def _copied_container(batch: Any) -> Any:
+    if isinstance(batch, tuple):
+        items = [*map(_copied, batch)]
+        if all(after is before for after, before in zip(items, batch, strict=True)):
+            return batch
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    if isinstance(batch, dict | UserDict):
+        mapping = copy.copy(batch)
+        for key, value in batch.items():
+            mapping[key] = _copied(value)
+        return mapping
+    if is_dataclass(batch) and not isinstance(batch, type | torch.nn.Module):
+        found = copy.copy(batch)
+        for field in fields(batch):
+            object.__setattr__(found, field.name, _copied(getattr(batch, field.name)))
+        return found
+    return _copied_object(batch)
+
+
+def _copied_object(batch: Any) -> Any:
+    """An object with the same attributes; itself where it is values, as an image or an array is,
+    whose copy is one of all of them, or owns something."""
+    kind: Any = type(batch)
+    own = (torch.nn.Module, type, FunctionType)
+    values = any(hasattr(kind, name) for name in ("__array__", "__array_interface__", "__del__"))
+    if values or isinstance(batch, own) or not hasattr(batch, "__dict__"):
+        return batch
+    if hasattr(kind, "__copy__"):
+        return copy.copy(batch)
+    found = kind.__new__(kind)
+    vars(found).update(vars(batch))  # not by __getstate__, which may leave some out
+    return found

@@ -341,8 +341,9 @@ class Engine(GradientEngine):
         if self._shards is None:
             return super().averages(parameters)
         self._shards.adopt()  # what the script has assigned meanwhile
-        whole = super().averages(p for p in parameters if p not in self._shards.gradients)
-        return [*self._shards.gradients.values(), *whole]
+        shards, asked = self._shards.gradients, [*parameters]
+        whole = super().averages(p for p in asked if p not in shards)
+        return [*(shards[p] for p in asked if p in shards), *whole]
 
     def nonfinite_here(self) -> tuple[bool, str]:
         assert self._layout is not None

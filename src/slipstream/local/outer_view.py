@@ -36,7 +36,7 @@ def outer_view(
         kept = {p: p.detach().clone() for p in dict.fromkeys([*model.parameters(), *own])}
         buffers = [meeting.buffers.read() for meeting in meetings]
         held = dict(model.named_buffers(remove_duplicate=False))
-        counters = {name: b.clone() for name, b in held.items() if not b.is_floating_point()}
+        counters = [(b, b._version, b.clone()) for b in held.values() if _counts(b)]
         for meeting in meetings:
             meeting.write(meeting.outer)
             if meeting.done:
@@ -50,8 +50,9 @@ def outer_view(
                 p.copy_(value)
             for meeting, values in zip(meetings, buffers, strict=True):
                 meeting.buffers.write(values, held)
-            for name, value in counters.items():
-                held[name].copy_(value)
+            for buffer, version, value in counters:
+                if buffer._version != version:
+                    buffer.copy_(value)
     if changed:
         raise UsageError(
             f"{changed[0]}, which is frozen, was changed inside session.evaluating(), after which "
@@ -64,6 +65,10 @@ def _merged_out(
     model: nn.Module, frozen: Sequence[tuple[str, nn.Parameter]]
 ) -> AbstractContextManager[None]:
     return _adapters_out(model) if frozen and not model.training else nullcontext()
+
+
+def _counts(buffer: torch.Tensor) -> bool:
+    return not (buffer.is_floating_point() or buffer.is_complex() or buffer.is_inference())
 
 
 def _apart(now: torch.Tensor, before: torch.Tensor) -> bool:

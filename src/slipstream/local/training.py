@@ -381,10 +381,12 @@ class LocalTraining:
         first = min(self.updates, self._config.warm_up) * self.ranks.count
         return first + (self._meetings[0].counted if self._meetings else 0)
 
-    def common_updates(self, *, left_out: bool) -> int:
-        """Count updates as all ranks do alike; ``left_out``: this rank skips one more, and has not
-        counted it yet."""
-        return self._met_updates if self._config.stretch else self.updates + left_out
+    def common_updates(self, *, uncounted: int) -> int:
+        """Count updates as all ranks do alike; ``uncounted``: those that `updated` will be told
+        of."""
+        if self._config.stretch:
+            return self._met_updates
+        return self.updates + uncounted - self._sent_ahead
 
     # The outer parameters.
 
@@ -570,9 +572,9 @@ class LocalTraining:
     @contextmanager
     def _keeping_what_was_written(self) -> Iterator[None]:
         """Keep parameters and buffers that the script has written since the last update, the best
-        it knows, say: a meeting that ends now is not of them. An average that it has put in for a
-        while is none."""
-        if self._rows is None or all(map(torch.equal, self._rows, self._first_rows())):
+        it knows, say: a meeting that ends now is not of them. An average that was put in and taken
+        out again does not count as written."""
+        if self._rows is None or all(map(_same, self._rows, self._first_rows())):
             yield
             return
         kept = [(meeting.read(), meeting.buffers.read()) for meeting in self._meetings]
@@ -642,3 +644,7 @@ class LocalTraining:
         note = f"{len(self._meetings)} fragments, {rate} in place of gradients"
         note += f"; {self._why}" if self._why else ""
         return [Row("local", f"{done} meetings", note, "lossy")]
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)

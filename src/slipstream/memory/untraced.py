@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 
 
 @cache
 def leave_to_python() -> None:
-    """Let ``torch.compile`` of a model run the functions of this room as they are.
+    """Let ``torch.compile`` run the functions of this package as they are, from now on.
 
-    It would look into them, as into the model's own code, and stumble over their bookkeeping. The
-    forward of a block that they call it compiles by itself, unless torch's checkpoint forbids that.
+    It would look into them, as into the model's own code, and stumble over their bookkeeping. A
+    block's own forward, which they call, is compiled by itself, unless torch's checkpoint forbids
+    that. Where torch has moved its list of such folders, a compiled model fails as it did without.
     """
-    from torch._dynamo import trace_rules  # here, as torch takes a second to import its compiler
+    with suppress(ImportError, AttributeError):
+        # here, as torch takes a second to import its compiler
+        from torch._dynamo import trace_rules
 
-    trace_rules.add("slipstream.memory")
+        trace_rules.add("slipstream.memory")

@@ -202,7 +202,10 @@ class ParallelDims:
     @property
     def connected(self) -> bool:
         """Whether the groups are there: a script may have destroyed them."""
-        return self.control is None or self.control in dist.distributed_c10d._world.pg_map
+        try:
+            return self.control is None or dist.get_rank(self.control) >= 0
+        except ValueError:  # the script has
+            return False
 
     def any_rank(self, flag: bool) -> bool:
         """Whether ``flag`` is set on any rank of this copy of the model."""

@@ -387,7 +387,7 @@ class TrainingLoop:
                 self._end_update(self._other_skips, late=True)
         if not in_forward:
             self._meet()
-        elif self.local is not None and self._meetings_due:
+        elif self.local is not None and self._meetings_due and not self.local.evaluates:
             self.local.send_ahead(self._meetings_due[0])
 
     def _forget_look(self) -> None:
@@ -402,6 +402,12 @@ class TrainingLoop:
     def left_out(self) -> bool:
         """Whether no step can make this update; `leave_out` forgets it."""
         return self.update_due and self.engine.nonfinite
+
+    @property
+    def uncounted(self) -> int:
+        """Updates that have ended before the last meetings were told of them, and one that this
+        rank skips: the script may zero its gradients later."""
+        return len(self._meetings_due) + self.left_out
 
     def leave_out(self) -> None:
         """Forget an update that no step can make, as its averages are not finite: a scaler of the
@@ -446,7 +452,7 @@ class TrainingLoop:
         self.optimizer.zero_grad()
         self._used = False
 
-    def _begin_update(self) -> bool:
+    def _begin_update(self, *, by_hand: bool = False) -> bool:
         """Check gradients and members before ``optimizer.step()``; return whether to skip it."""
         if self.local is not None:
             self.local.check_outside("step")
@@ -459,7 +465,7 @@ class TrainingLoop:
         self.engine.check_averages()
         if self.proof is not None:
             self.proof.before_update()
-        skip = bool(self._other_skips) or self._overflowed()
+        skip = bool(self._other_skips) or self._overflowed(by_hand=by_hand)
         self.tracer.update_begins()
         if not skip:
             self.momentum_correction.check()
@@ -514,7 +520,7 @@ class TrainingLoop:
             return
         if not self.update_due:
             raise messages.step_by_hand_inside(self._window)
-        self._by_hand = self._begin_update()
+        self._by_hand = self._begin_update(by_hand=True)
 
     def _has_own_gradients(self) -> bool:
         """Whether the script, which never calls `backward`, has set gradients; not those of zero,
@@ -577,7 +583,7 @@ class TrainingLoop:
         if not self._dropped.isdisjoint(shared):
             raise messages.other_step_late(optimizer)
         if self._used:
-            if self.engine.nonfinite and not self._are_finite(shared):
+            if shared and self.engine.nonfinite and not self._are_finite(shared):
                 self._refuse_nonfinite()
             return
         if shared and self.update_due:
@@ -599,17 +605,17 @@ class TrainingLoop:
         if self.local is not None:
             self.local.stepped(optimizer)
 
-    def _overflowed(self) -> bool:
-        """Whether the update must be skipped; the same on every rank."""
+    def _overflowed(self, *, by_hand: bool = False) -> bool:
+        """Whether the update must be skipped; the same on every rank. ``by_hand``: a scaler may
+        step each optimizer by itself, and what this one holds may be finite alone."""
         if self.engine.overflowed:
             return True
         if self._skips_itself(self.optimizer):
             return True
         if self.window.loss_scale == 1.0 and not self.precision.scales:
             ends = self.engine.nonfinite and self._on_nonfinite == "raise"
-            # by hand it steps as any other: a scaler decides for each optimizer by itself
-            own = [p for group in self.optimizer.param_groups for p in group["params"]]
-            if ends and not self._updating and self._are_finite(own):
+            own = (p for group in self.optimizer.param_groups for p in group["params"])
+            if by_hand and ends and self._are_finite(own):
                 return False
             return self._refuse_nonfinite()
         # Averages are the same on all data-parallel ranks, unless each has a shard of them; those

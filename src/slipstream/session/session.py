@@ -30,6 +30,7 @@ from slipstream.session.loop import TrainingLoop
 from slipstream.session.state import SessionState
 from slipstream.strategy import Row, Strategy, overview
 from slipstream.strategy.overview import plain_text, summary
+from slipstream.trace.event import Framework
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741 - the field's letter for it
@@ -89,7 +90,7 @@ class Session(Generic[M, O]):
             raise
         self.data_rank, self.data_size = local.slot % local.at_least, local.at_least
 
-    def loop_is_of(self, framework: Mapping[str, Any]) -> None:
+    def loop_is_of(self, framework: Framework) -> None:
         """Note in traces whose loop this is, and what that sets by itself; adapters do."""
         self._loop.tracer.loop_is_of(framework)
 
@@ -521,9 +522,8 @@ class Session(Generic[M, O]):
         local = self._loop.local
         if local is None:
             return self._loop.steps
-        self._loop.settle()
-        # a script may zero the gradients later of an update that this rank alone has skipped
-        return local.common_updates(left_out=self._loop.left_out)
+        self._loop.settle(in_forward=True)  # without a meeting: this rank alone may ask
+        return local.common_updates(uncounted=self._loop.uncounted)
 
     @property
     def skipped(self) -> int:

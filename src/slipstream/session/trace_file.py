@@ -6,29 +6,33 @@ from __future__ import annotations
 import sys
 from itertools import count
 from pathlib import Path
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
-_tracers: WeakSet[object] = WeakSet()
-_written: set[Path] = set()  # since there was none of them
+_written: WeakKeyDictionary[object, set[Path]] = WeakKeyDictionary()
+"""By tracer of an open session: the files that it has written."""
+_taken: WeakKeyDictionary[object, set[Path]] = WeakKeyDictionary()
+"""By tracer of an open session: those, and what others have written that were open meanwhile."""
 
 
 def begin(tracer: object) -> None:
-    """Keep apart what this tracer writes and what others write that are there meanwhile."""
-    if not _tracers:
-        _written.clear()
-    _tracers.add(tracer)
+    """Keep apart what this tracer writes and what others have written, or will, that are there."""
+    _taken[tracer] = set[Path]().union(*_written.values())
+    _written[tracer] = set()
 
 
 def end(tracer: object) -> None:
-    """This tracer writes no more."""
-    _tracers.discard(tracer)
+    """The session of this tracer has ended."""
+    _written.pop(tracer, None)
+    _taken.pop(tracer, None)
 
 
-def new_path(folder: Path) -> Path:
+def new_path(tracer: object, folder: Path) -> Path:
     """The next name in a folder: ``trace.json``, then ``trace-2.json``."""
     names = (f"trace-{n}.json" if n > 1 else "trace.json" for n in count(1))
-    path = next(folder / name for name in names if folder / name not in _written)
-    _written.add(path)
+    path = next(folder / name for name in names if (folder / name).absolute() not in _taken[tracer])
+    _written[tracer].add(path.absolute())
+    for taken in _taken.values():
+        taken.add(path.absolute())
     return path
 
 
@@ -36,8 +40,8 @@ def say_lost(rank: int) -> None:
     """Say, on one rank, that a trace was begun and is not written."""
     if rank == 0:
         print(
-            "slipstream: no trace is written: the run has ended before its last update "
-            "(trace.steps), and without a session.close() in which all ranks gather it, before "
-            "the process group is destroyed",
+            "slipstream: no trace is written: the run has ended before trace.steps updates were "
+            "recorded. Call session.close() on all ranks, before dist.destroy_process_group(); "
+            "after an error ranks do not gather it",
             file=sys.stderr,
         )

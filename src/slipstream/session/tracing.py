@@ -24,7 +24,7 @@ from slipstream.session.gradient_norms import GradientNorms
 from slipstream.sharding.checks import refusal_of_sharded
 from slipstream.strategy import Row, ShardedConfig, Strategy
 from slipstream.trace import chrome
-from slipstream.trace.event import BACKWARD, FORWARD, OPTIMIZER, Trace
+from slipstream.trace.event import BACKWARD, FORWARD, OPTIMIZER, Framework, Trace
 from slipstream.trace.recorder import Stamp
 from slipstream.transport.consistency import collective_errors
 from slipstream.tuner.speed_watch import SpeedWatch
@@ -65,7 +65,7 @@ class Search(Protocol):
 class NoTracing:
     """The tracer of a session that records nothing."""
 
-    def loop_is_of(self, framework: Mapping[str, Any]) -> None: ...
+    def loop_is_of(self, framework: Framework) -> None: ...
 
     def iteration_begins(self) -> None: ...
 
@@ -143,9 +143,9 @@ class SessionTracer:
             with_kwargs=True,
         )
 
-    def loop_is_of(self, framework: Mapping[str, Any]) -> None:
-        """Note for all traces whose loop this is, see `Trace.meta`."""
-        self.recorder.meta["framework"] = framework
+    def loop_is_of(self, framework: Framework) -> None:
+        """Note for all traces whose loop this is."""
+        self.recorder.meta["framework"] = framework._asdict()
 
     def iteration_begins(self) -> None:
         """Aligns the clocks, a collective, before the first iteration that is recorded."""
@@ -241,34 +241,43 @@ class SessionTracer:
 
     def write(self) -> None:
         """Gather what was recorded, and write it on rank 0; a collective, the first time."""
-        if self._closed:
-            return
-        self.drop()
-        if self._in_users_window:
-            self._write()
+        if not self._closed:
+            self.drop()
+            if self._in_users_window:
+                self._write()
+        trace_file.end(self)
 
     def _write(self) -> None:
         if not self.dims.connected:
-            trace_file.say_lost(self.recorder.rank)
+            if self._has_recorded:
+                trace_file.say_lost(self.recorder.rank)
             return
         trace = self._gather()
         if trace is not None and trace.events:
-            chrome.leave(trace, trace_file.new_path(Path(self.strategy.trace.folder)))
+            path = trace_file.new_path(self, Path(self.strategy.trace.folder))
+            chrome.leave(trace, path)
+
+    @property
+    def _has_recorded(self) -> bool:
+        return self._iteration > self.recorder.first_step
 
     def abandon(self) -> None:
         """After an error other ranks may not be there to gather a trace; a single one writes it."""
-        if not self._in_users_window or self._iteration <= self.recorder.first_step:
+        if self._closed or not (self._in_users_window and self._has_recorded):
             self.drop()
         elif self.dims.control is None:
-            self.write()
-        elif not self._closed:
+            try:
+                self.write()
+            except Exception:  # the error that has ended the run is the one to see
+                trace_file.say_lost(self.recorder.rank)
+        else:
             self.drop()
             trace_file.say_lost(self.recorder.rank)
+        trace_file.end(self)
 
     def drop(self) -> None:
         """Stop recording, without a collective."""
         self._closed = True
-        trace_file.end(self)
         self._remove_hook()
         self._norms.close()
 
@@ -396,13 +405,16 @@ def _is_shardable(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: 
 
 def batch_size(inputs: Iterable[Any]) -> int:
     """The size of the first axis of the first tensor; where all are in containers, as in the batch
-    of a ``training_step``, that of all; 0 if there is none, or if they differ."""
+    of a ``training_step``, the one that they share. 0: there is none; or they are alike in kind and
+    have more than two axes, and so are samples, as images of other sizes are."""
     jit: Any = torch.jit
     if jit.is_tracing():  # sizes are tensors there
         return 0
     given = [*inputs]
     sizes = [x.shape[0] for x in given if isinstance(x, torch.Tensor) and x.ndim]
     if not sizes:
-        inside = {x.shape[0] for x in tensors(given) if x.ndim}
-        sizes = [*inside] if len(inside) == 1 else [0]
+        found = [x for x in tensors(given) if x.ndim]
+        inside, kinds = {x.shape[0] for x in found}, {(x.dtype, max(x.ndim, 2)) for x in found}
+        samples = len(found) > 1 and len(kinds) == 1 and found[0].ndim > 2
+        sizes = [*inside] if len(inside) == 1 and not samples else [0]
     return sizes[0]

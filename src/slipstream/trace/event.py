@@ -165,6 +165,23 @@ class Mark(NamedTuple):
     time: float
 
 
+class Framework(NamedTuple):
+    """The framework whose loop trains by a session.
+
+    Attributes:
+        name: empty: a loop of the script's own.
+        own_settings: settings of a strategy that the framework has itself and refuses there, each
+            with its own name for it; `OWING_CODEC` among them where it scales losses itself.
+    """
+
+    name: str = ""
+    own_settings: Mapping[str, str] = {}
+
+
+OWING_CODEC = "gradients.codec"
+"""A codec that owes a part of the gradients to later updates."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trace:
     """The events of all ranks, ordered by start, and what they were measured on.
@@ -179,8 +196,7 @@ class Trace:
     - ``change_bytes``: those of a change of all parameters with gradients, in fp32 or wider
     - ``optimizer``: ``{"bytes", "shardable", "sgd"}``: those of its state on rank 0, whether ranks
       may each update a share, and whether it is plain SGD, whose momentum DGC can take over
-    - ``framework``: ``{"name", "sets"}``: whose loop trains by a session, and the settings of a
-      strategy that it has itself and refuses there, each with its own name for it
+    - ``framework``: ``{"name", "own_settings"}``, see `Framework`
     - ``engine``: ``fully_shard`` where torch's FSDP2 trains; then there are neither segments nor
       gradients, and ``modules`` has the paths of those that it gathers
     - ``versions`` of torch and slipstream
@@ -194,15 +210,14 @@ class Trace:
     meta: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def framework(self) -> tuple[str, Mapping[str, str]]:
-        """The name of the framework whose loop trains, and what it sets itself; empty: none.
+    def framework(self) -> Framework:
+        """The framework whose loop trains.
 
         Example:
-            >>> Trace((), {"framework": {"name": "Fabric", "sets": {}}}).framework
-            ('Fabric', {})
+            >>> Trace((), {"framework": {"name": "Fabric", "own_settings": {}}}).framework.name
+            'Fabric'
         """
-        found = self.meta.get("framework") or {}
-        return found.get("name", ""), found.get("sets", {})
+        return Framework(**self.meta.get("framework") or {})
 
     def settings(self, group: str) -> Any:
         """The strategy's settings of a group, as plain values; empty where it has none.

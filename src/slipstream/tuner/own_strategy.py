@@ -41,13 +41,18 @@ def own_strategy(script: str | Path) -> str | None:
     if not found:
         return None
     line, name, value = min(found, key=lambda one: one[:2])
-    is_sure = isinstance(value, ast.Constant | ast.Dict | ast.Call)
-    unless = "" if is_sure else ", unless it is None,"
+    unless = ", unless it is None," if _may_be_none(value) else ""
     return OWN.format(where=f"{path.name}:{line}", name=name, unless=unless)
 
 
 def _called(function: ast.expr) -> str:
     return getattr(function, "attr", getattr(function, "id", ""))
+
+
+def _may_be_none(value: ast.expr) -> bool:
+    if isinstance(value, ast.Call):  # of a mapping, or of the environment
+        return _called(value.func) in ("get", "getenv", "pop")
+    return isinstance(value, ast.Name | ast.Attribute | ast.Subscript | ast.IfExp | ast.BoolOp)
 
 
 def _given(call: ast.Call) -> ast.expr | None:

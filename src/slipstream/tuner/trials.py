@@ -32,7 +32,7 @@ CHECKPOINTS = "checkpoints"
 _CONTROL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f]")
 """Colours, and all else that a terminal would obey."""
 _ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b.*")
-_SIDES = "\u2502", "\u256d"
+_SIDES, _BOTTOM = ("\u2502", "\u256d"), "\u2570"
 _FRAME = " \u2502\u256d\u256e\u2570\u256f\u2500"
 """Of a box, as rich draws it; its title may be the class of the error inside."""
 
@@ -146,21 +146,23 @@ def checkpoints_of(run: Path) -> Path:
 
 
 def last_words(folder: Path) -> str:
-    """The last error that a command's output names, else its last line; and the file. An error in
-    a box, which breaks it into lines, ends with the box."""
+    """The last error that a command's output names, else its last line; and the file. An error that
+    is the title of a box ends with the box; one inside goes on where the box has broken a line."""
     text = _CONTROL.sub("", (folder / OUTPUT).read_text(errors="replace"))
-    said, error, boxed = "it wrote nothing", "", False
+    said, error, boxed, titled, room = "it wrote nothing", "", False, False, 0
     for line in text.splitlines():
+        boxed &= not line.startswith(_BOTTOM)
         if not (words := line.strip(_FRAME)):
             continue
-        said, inside = words, line.startswith(_SIDES)
-        if match := _ERROR.match(words):
-            error = match[0] + ":" * (line[0] == _SIDES[1])
-            boxed = inside
-        elif boxed and inside:
+        said, broken = words, room <= len(words.split()[0])  # which had no room in the line before
+        if boxed and line.startswith(_SIDES[0]) and (titled or broken):
             error += f" {words}"
+        elif match := _ERROR.match(words):
+            boxed, titled = line.startswith(_SIDES), line.startswith(_SIDES[1])
+            error = match[0] + ":" * titled
         else:
             boxed = False
+        room = len(line) - len("\u2502  \u2502") - len(words)
     return (error or said) + _where(folder)
 
 

@@ -7,7 +7,6 @@ by ``slipstream launch`` or ``slipstream testbed run`` with the strategy of that
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -137,7 +136,7 @@ def tune(
     make_log_folder(folder, "start it in a folder that can be written")
     trials = Trials(place.command(script, args or []), folder, steps or 10)
     end_on_signals()
-    began = time.time()
+    before = _changed(log)  # by an earlier run
     found: Tuned | TunedToLoss
     try:
         with Display(seconds, console) as display:
@@ -161,12 +160,15 @@ def tune(
                     doing=display.doing,
                 ).tune()
     except (KeyboardInterrupt, SystemExit):
-        written = log.exists() and log.stat().st_mtime > began  # not one of an earlier run
-        left = f"; the trials so far are in {log}" if written else ""
+        left = f"; the trials so far are in {log}" if _changed(log) != before else ""
         console.print(Text(f"stopped: no strategy was written{left}"), soft_wrap=True)
         raise
     write_strategy(found.strategy, output)
     _show(found, losses, {"strategy": output, "trials": log, "their logs": folder})
+
+
+def _changed(file: Path) -> int | None:
+    return file.stat().st_mtime_ns if file.exists() else None
 
 
 def _predict(

@@ -341,7 +341,7 @@ def _numbers(dataset: Any, attribute: str, column: str) -> list[int] | None:
         return None
     try:
         found = [int(number) for number in numbers]
-    except (TypeError, ValueError):  # of something else, or a method
+    except (TypeError, ValueError, RuntimeError):  # of something else, or a method
         raise ModelError(
             f"data.balance: {attribute} of {type(dataset).__name__} are a "
             f"{type(numbers).__name__}; allowed: a list of whole numbers, one for each sample"

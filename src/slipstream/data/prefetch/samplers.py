@@ -30,6 +30,10 @@ FORESEEN = (
 """Classes of samplers whose order depends on their attributes and their generator alone."""
 
 
+_SAMPLERS = 8
+"""One in another that are looked at: an object may answer every name with itself."""
+
+
 def samplers_of(loader: Any) -> list[Any]:
     """List what draws a loader's batches, the outermost first: its batch sampler, or its sampler
     where it has none, and what that draws from.
@@ -43,9 +47,9 @@ def samplers_of(loader: Any) -> list[Any]:
     """
     outer = getattr(loader, "batch_sampler", None)
     found = [getattr(loader, "sampler", None) if outer is None else outer]
-    while found[-1] is not None:
+    while found[-1] is not None and len(found) < _SAMPLERS:
         found.append(getattr(found[-1], "sampler", None))
-    return found[:-1]
+    return [one for one in found if one is not None]
 
 
 def draws_in_between(sampler: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ _SCALARS = frozenset((bool, int, float, str, type(None)))
 _DEPTH = 3
 """Containers in containers that are looked into for what a block writes into an object."""
 
+_NO_HOLDERS = (*LEAVES, nn.Module, type, ModuleType, FunctionType, MethodType)
 _ABSENT: Any = object()
 Settings = list[tuple[object, dict[str, Any]]]
 """By module, object or dict: the values of some of its attributes or entries."""
@@ -41,12 +43,11 @@ class StateReplay:
     """A context for recomputation; `record` wraps the first run.
 
     Settings are numbers, strings, flags and None in the attributes of a module, such as
-    ``training``, or of one of ``objects``, which a model hands to its blocks, and the tensors that
-    such an object holds, as blocks may take what they compute from there and leave it there
-    (``batch.x = ...``). Those from before the
-    first run hold inside, and what recomputation changes is undone. Parameters are those of the
-    first run, whatever the module has since: others under ``functional_call``, or ones that were
-    assigned later.
+    ``training``, or of one of ``objects``, which a model hands to its blocks. Tensors in an object
+    that is no dataclass are settings, too, as a block may leave there what the next one takes
+    (``batch.x = ...``); those in lists are not. Settings from before the first run hold inside, and
+    what recomputation changes is undone. Parameters are those of the first run, whatever the
+    module has since: others under ``functional_call``, or ones that were assigned later.
 
     Raises:
         UsageError: on entry, a parameter was changed in place since.
@@ -157,11 +158,12 @@ def _scalars(values: Mapping[str, Any], *others: type) -> dict[str, Any]:
 def _held_by(value: object, depth: int = _DEPTH) -> Iterator[dict[str, Any]]:
     """The attributes of an object, and those of what it holds."""
     held = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-    if not depth or not isinstance(held, dict) or isinstance(value, (*LEAVES, nn.Module, type)):
+    if not depth or not isinstance(held, dict) or isinstance(value, _NO_HOLDERS):
         return
     yield held
     for one in [*held.values()]:
-        yield from _held_by(one, depth - 1)
+        if not isinstance(one, _NO_HOLDERS):
+            yield from _held_by(one, depth - 1)
 
 
 def _values(owner: object) -> dict[str, Any]:

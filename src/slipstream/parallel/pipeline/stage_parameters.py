@@ -68,7 +68,11 @@ class StageParameters:
 
     def of_stage(self, stage: int) -> list[nn.Parameter]:
         """The parameters that a stage uses."""
-        return [p for name, p in self._model.named_parameters() if stage in self._stages[name]]
+        return [
+            parameter
+            for name, parameter in self._model.named_parameters()
+            if self._ranks_of(name) and stage in self._stages[name]
+        ]
 
     def release(self, ignored: Callable[[], bool]) -> None:
         """Free the memory of parameters that only other ranks hold.

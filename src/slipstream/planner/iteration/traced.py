@@ -156,7 +156,7 @@ class MeasuredSteps:
             reading=np.where(is_late, reading, 0.0) if is_late.any() else None,
             first_part=first_part,
             change_bytes=int(trace.meta.get("change_bytes", 0)),
-            refused=frozenset(trace.framework[1]),
+            not_proposed=frozenset(trace.framework.own_settings),
         )
 
     @property

@@ -43,8 +43,8 @@ class Workload:
     training and cannot keep up, 0 of those that can; None: of all ranks. ``first_part`` is the part
     of forward within which all parameters are needed: less than all where forward holds that of
     earlier micro-batches, too. ``change_bytes`` are those of a change of all parameters with
-    gradients, in fp32 or wider, 0 where unknown. ``refused`` are settings of a strategy that the
-    framework whose loop trains has itself.
+    gradients, in fp32 or wider, 0 where unknown. ``not_proposed`` are settings that the framework
+    has itself whose loop trains.
     """
 
     gradients: tuple[Gradient, ...]
@@ -66,7 +66,7 @@ class Workload:
     reading: Array | None = None
     first_part: float = 1.0
     change_bytes: int = 0
-    refused: frozenset[str] = frozenset()
+    not_proposed: frozenset[str] = frozenset()
 
     @property
     def num_ranks(self) -> int:
@@ -157,7 +157,8 @@ class Workload:
         if not self.samples.all():
             raise TraceError(
                 "the trace does not say how many samples a batch has: they are counted from the "
-                "first tensor of the model's forward; give it one, and record the trace again"
+                "first tensor of the model's forward, or from all in its containers, which must be "
+                "as long; give it such, and record the trace again"
             )
         times = samples / self.samples
         names = [name for name in (*_GROW, "samples") if getattr(self, name) is not None]

@@ -38,7 +38,9 @@ from slipstream.strategy import (
     SingleConfig,
     SplitConfig,
     Strategy,
+    keeps_state,
 )
+from slipstream.trace.event import OWING_CODEC
 
 MEGABYTES = (1, 2, 4, 8, 16, 25, 32, 64)
 LAYERS = (5, 10, 50)
@@ -99,13 +101,13 @@ def lossy(workload: Workload, network: NetworkProfile, bases: Sequence[Strategy]
     """
     strategies = [
         one.with_gradients(accumulate=one.gradients.accumulate * times)
-        for times in (() if "gradients.accumulate" in workload.refused else ACCUMULATE)
+        for times in (() if "gradients.accumulate" in workload.not_proposed else ACCUMULATE)
         for one in bases
     ]
     # What is left to send in one segment may take less time than another one takes to begin.
     for one in (bases[0], bases[0].with_gradients(split=SingleConfig())):
         strategies += coded(one, workload, network)
-    if bases[0].precision is None and "precision" not in workload.refused:
+    if bases[0].precision is None and "precision" not in workload.not_proposed:
         half = HalfWeightsConfig()
         strategies += [one.model_copy(update={"precision": half}) for one in bases]
     return _distinct(strategies, workload.gradients)
@@ -120,9 +122,13 @@ def every(workload: Workload, network: NetworkProfile, base: Strategy) -> list[S
 
 
 def coded(base: Strategy, workload: Workload, network: NetworkProfile) -> list[Strategy]:
-    """``base`` with each codec whose cost is known and that the optimizer allows."""
+    """``base`` with each codec whose cost is known, and that the optimizer and the framework of the
+    workload allow."""
     kinds = [kind for kind in network.codecs if kind != "dgc" or workload.sgd]
-    return [base.with_gradients(codec=kind) for kind in kinds]
+    found = [base.with_gradients(codec=kind) for kind in kinds]
+    if OWING_CODEC not in workload.not_proposed:
+        return found
+    return [one for one in found if (codec := one.gradients.codec) and not keeps_state(codec)]
 
 
 def _by_split(
