@@ -110,6 +110,7 @@ def test_a_rank_that_ends_before_the_others_fail_is_named(tmp_path):
     assert run.code == 1, run.stderr
     host = os.uname().nodename
     told = re.search("slipstream watch: (.* ended first, .*)", run.stderr)
+    assert told, run.stderr
     assert told[1].startswith(f"rank 1 (host {host}) ended first, with code 0; rank 0 "), run.stderr
     assert left_of(tmp_path) == []
 
