@@ -21,12 +21,19 @@ from slipstream.planner.iteration.traced import traced_strategy
 from slipstream.planner.iteration.workload import Workload
 from slipstream.planner.network.costs import CodecCost, HalfSpeed
 from slipstream.planner.network.profile import NetworkProfile
-from slipstream.planner.search.candidates import every, exact, optimal_gather, optimal_split
+from slipstream.planner.search.candidates import (
+    coded,
+    every,
+    exact,
+    optimal_gather,
+    optimal_split,
+)
 from slipstream.planner.search.label import label
 from slipstream.planner.search.ranking import MARGIN, rank, what_if
 from slipstream.report.runs import RecordedRun, pairs
 from slipstream.strategy import ByIndexConfig, Strategy
 from slipstream.trace import Trace
+from slipstream.trace.event import OWING_CODEC
 from tests.planner.networks import MB, ethernet_profile, ring_profile
 
 HALF = {"gradients": {"codec": "half"}}
@@ -380,3 +387,14 @@ def test_what_the_framework_of_a_training_refuses_is_no_candidate() -> None:
         others = [s for s in every(one, network, Strategy()) if label(s) not in exacts]
         assert any(s.gradients.accumulate > 1 for s in others) is more
         assert any(s.precision is not None for s in others) is more
+
+
+def test_under_a_loss_scale_of_the_framework_no_codec_that_owes_is_a_candidate() -> None:
+    work, network = UNEVEN
+    costs = {kind: CodecCost(ratio=0.25) for kind in ("int8", "onebit", "powersgd")}
+    network = network.model_copy(update={"codecs": costs})
+    scaled = replace(work, not_proposed=frozenset({OWING_CODEC}))
+    kinds = [
+        [s.gradients.codec.kind for s in coded(Strategy(), one, network)] for one in (work, scaled)
+    ]
+    assert kinds == [[*costs], ["int8"]]

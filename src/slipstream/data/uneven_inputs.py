@@ -461,35 +461,43 @@ class _Pass(Iterator[Any]):
         return batch
 
 
-def _copied(batch: Any) -> Any:
+def _copied(batch: Any, copies: dict[int, Any] | None = None) -> Any:
     """The same tensors in lists, mappings and objects of their own: a script may change those that
-    it gets."""
+    it gets. ``copies``: those made so far by the id of their original."""
     if isinstance(batch, LEAVES):
         return batch
-    if type(batch) is list:
-        alone = all(isinstance(entry, LEAVES) for entry in batch)  # as numbers of tokens
-        return [*batch] if alone else [_copied(entry) for entry in batch]
-    try:
-        return _copied_container(batch)
-    except Exception:  # one that cannot be made anew
-        return batch
+    copies = {} if copies is None else copies
+    if id(batch) not in copies:
+        try:
+            copies[id(batch)] = _copied_container(batch, copies)
+        except Exception:  # one that cannot be made anew
+            copies[id(batch)] = batch
+    return copies[id(batch)]
 
 
-def _copied_container(batch: Any) -> Any:
+def _copied_container(batch: Any, copies: dict[int, Any]) -> Any:
+    # Mutable containers are registered before the descent, which may meet them again.
+    if isinstance(batch, list):
+        copies[id(batch)] = items = copy.copy(batch)
+        if not all(isinstance(entry, LEAVES) for entry in batch):  # else as numbers of tokens
+            items[:] = [_copied(entry, copies) for entry in batch]
+        return items
     if isinstance(batch, tuple):
-        items = [*map(_copied, batch)]
-        if all(after is before for after, before in zip(items, batch, strict=True)):
+        parts = [_copied(entry, copies) for entry in batch]
+        if all(after is before for after, before in zip(parts, batch, strict=True)):
             return batch
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if isinstance(batch, dict | UserDict):
-        mapping = copy.copy(batch)
+        copies[id(batch)] = mapping = copy.copy(batch)
         for key, value in batch.items():
-            mapping[key] = _copied(value)
+            mapping[key] = _copied(value, copies)
         return mapping
     if is_dataclass(batch) and not isinstance(batch, type | torch.nn.Module):
-        found = copy.copy(batch)
+        copies[id(batch)] = found = copy.copy(batch)
         for field in fields(batch):
-            object.__setattr__(found, field.name, _copied(getattr(batch, field.name)))
+            before = getattr(batch, field.name, None)
+            if (after := _copied(before, copies)) is not before:
+                object.__setattr__(found, field.name, after)
         return found
     return _copied_object(batch)
 
@@ -502,7 +510,8 @@ def _copied_object(batch: Any) -> Any:
     values = any(hasattr(kind, name) for name in ("__array__", "__array_interface__", "__del__"))
     if values or isinstance(batch, own) or not hasattr(batch, "__dict__"):
         return batch
-    if hasattr(kind, "__copy__"):
+    slots = any(vars(one).get("__slots__") for one in kind.__mro__)
+    if slots or hasattr(kind, "__copy__") or kind.__new__ is not object.__new__:
         return copy.copy(batch)
     found = kind.__new__(kind)
     vars(found).update(vars(batch))  # not by __getstate__, which may leave some out

@@ -36,7 +36,7 @@ def outer_view(
         kept = {p: p.detach().clone() for p in dict.fromkeys([*model.parameters(), *own])}
         buffers = [meeting.buffers.read() for meeting in meetings]
         held = dict(model.named_buffers(remove_duplicate=False))
-        counters = [(b, b._version, b.clone()) for b in held.values() if _counts(b)]
+        counters = [(b, b.clone()) for b in held.values() if _counts(b)]
         for meeting in meetings:
             meeting.write(meeting.outer)
             if meeting.done:
@@ -50,8 +50,8 @@ def outer_view(
                 p.copy_(value)
             for meeting, values in zip(meetings, buffers, strict=True):
                 meeting.buffers.write(values, held)
-            for buffer, version, value in counters:
-                if buffer._version != version:
+            for buffer, value in counters:
+                if not torch.equal(buffer, value):
                     buffer.copy_(value)
     if changed:
         raise UsageError(

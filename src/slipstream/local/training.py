@@ -381,6 +381,11 @@ class LocalTraining:
         first = min(self.updates, self._config.warm_up) * self.ranks.count
         return first + (self._meetings[0].counted if self._meetings else 0)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether others wait for this rank within a meeting, or count by it."""
+        return bool(self._config.stretch) or self._config.inner_state == "averaged"
+
     def common_updates(self, *, uncounted: int) -> int:
         """Count updates as all ranks do alike; ``uncounted``: those that `updated` will be told
         of."""

@@ -388,7 +388,8 @@ class TrainingLoop:
         if not in_forward:
             self._meet()
         elif self.local is not None and self._meetings_due and not self.local.evaluates:
-            self.local.send_ahead(self._meetings_due[0])
+            with torch.inference_mode(False):  # as in `_meet`
+                self.local.send_ahead(self._meetings_due[0])
 
     def _forget_look(self) -> None:
         """Forget gradients that this rank has gathered alone and thrown away, for an adversarial

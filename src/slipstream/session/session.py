@@ -517,12 +517,13 @@ class Session(Generic[M, O]):
     def common_updates(self) -> int:
         """Updates as all ranks count them alike, for what they do together every so often:
         `updates`; under ``local`` those that one rank has skipped, too, and with ``stretch``
-        `all_updates`."""
+        `all_updates`. Ask between updates, not between a forward and its backward."""
         self._must_be_open("common_updates")
         local = self._loop.local
         if local is None:
             return self._loop.steps
-        self._loop.settle(in_forward=True)  # without a meeting: this rank alone may ask
+        # without a meeting, where it can be: this rank alone may ask
+        self._loop.settle(in_forward=not local.is_awaited)
         return local.common_updates(uncounted=self._loop.uncounted)
 
     @property

@@ -405,8 +405,8 @@ def _is_shardable(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: 
 
 def batch_size(inputs: Iterable[Any]) -> int:
     """The size of the first axis of the first tensor; where all are in containers, as in the batch
-    of a ``training_step``, the one that they share. 0: there is none; or they are alike in kind and
-    have more than two axes, and so are samples, as images of other sizes are."""
+    of a ``training_step``, the one that they share. 0: there is none; or they are images alike in
+    kind, each a sample, whose first axis is that of channels."""
     jit: Any = torch.jit
     if jit.is_tracing():  # sizes are tensors there
         return 0
@@ -414,7 +414,7 @@ def batch_size(inputs: Iterable[Any]) -> int:
     sizes = [x.shape[0] for x in given if isinstance(x, torch.Tensor) and x.ndim]
     if not sizes:
         found = [x for x in tensors(given) if x.ndim]
-        inside, kinds = {x.shape[0] for x in found}, {(x.dtype, max(x.ndim, 2)) for x in found}
-        samples = len(found) > 1 and len(kinds) == 1 and found[0].ndim > 2
-        sizes = [*inside] if len(inside) == 1 and not samples else [0]
+        inside, kinds = {x.shape[0] for x in found}, {(x.dtype, x.ndim) for x in found}
+        images = len(found) > 1 and len(kinds) == 1 and found[0].ndim == 3 and max(inside) <= 4
+        sizes = [*inside] if len(inside) == 1 and not images else [0]
     return sizes[0]

@@ -155,7 +155,7 @@ class _Optimizer(_Part):
 
 class _Framework(_Part):
     name: str
-    own_settings: dict[str, str]
+    own_settings: dict[str, str] = {}
 
 
 class _Meta(_Part):

@@ -217,7 +217,8 @@ class Trace:
             >>> Trace((), {"framework": {"name": "Fabric", "own_settings": {}}}).framework.name
             'Fabric'
         """
-        return Framework(**self.meta.get("framework") or {})
+        found = self.meta.get("framework") or {}
+        return Framework(found.get("name", ""), found.get("own_settings", {}))
 
     def settings(self, group: str) -> Any:
         """The strategy's settings of a group, as plain values; empty where it has none.

@@ -152,7 +152,7 @@ def last_words(folder: Path) -> str:
     said, error, boxed, titled, room = "it wrote nothing", "", False, False, 0
     for line in text.splitlines():
         boxed &= not line.startswith(_BOTTOM)
-        if not (words := line.strip(_FRAME)):
+        if not (words := line.strip(_FRAME).strip()):
             continue
         said, broken = words, room <= len(words.split()[0])  # which had no room in the line before
         if boxed and line.startswith(_SIDES[0]) and (titled or broken):
