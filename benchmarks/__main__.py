@@ -99,11 +99,11 @@ def commands() -> Iterator[tuple[str, str]]:
     coded = "exchange --model gpt2 --rate 500mbit --ddp 4 50 --splits default"
     yield "codecs-gpt2-500mbit", f"{coded} --codecs {ON_ROADS}"
     for rate in ("100mbit", "300mbit"):
-        yield f"local-bert-{rate}", f"local speed --rate {rate} --rounds 3"
+        yield f"local-bert-{rate}", f"local speed --rate {rate} --rounds 2"
     rivals = "'torchft DiLoCo, 16 steps' 'torchft DiLoCo, 16 steps, delay 4'"
     ours = "'local, 16 steps' 'local, 16 steps, 4 fragments, delay 4, int8' 'local: auto'"
     exact = "'DDP, 4 MB' 'DDP, 25 MB' 'sharded, a third replicated' int8 PowerSGD"
-    coded = f"local speed --compute cpu --rate 100mbit --rounds 3 --variants {exact}"
+    coded = f"local speed --compute cpu --rate 100mbit --rounds 2 --variants {exact}"
     yield "local-bert-100mbit-cpu", f"{coded} {rivals} {ours}"
     far = "--rate 1gbit --round-trip-ms 50 --loss-percent 0.1 --rounds 2 --variants"
     coded = "'local, 16 steps, 4 fragments, delay 4, int8' 'local: auto'"
