@@ -70,3 +70,26 @@ def test_containers_without_a_changed_tensor_stay_the_same_object() -> None:
     found = mapped(kept, lambda x: x)
     assert all(a is b for a, b in zip(kept, found, strict=True))
     assert mapped(kept[2], lambda x: x + 1) is kept[2]
+
+
+class Node:
+    """An object of a script's own."""
+
+
+def test_other_objects_are_replaced_where_they_stand_and_once() -> None:
+    node = Node()
+    found = mapped(
+        {"a": node, "b": [node, 1], "pair": Pair(node, 2)},
+        lambda tensor: tensor,
+        others=lambda one: ("instead of", type(one)),
+    )
+    instead = ("instead of", Node)
+    assert found == {"a": instead, "b": [instead, 1], "pair": Pair(instead, 2)}
+    assert found["a"] is found["b"][0] is found["pair"].left
+
+
+def test_a_dataclass_in_which_nothing_changes_counts_as_another_object() -> None:
+    batch = Batch(torch.ones(2))
+    assert mapped(batch, lambda tensor: tensor) is batch
+    assert mapped(batch, lambda tensor: tensor, others=lambda one: "other") == "other"
+    assert mapped(batch, lambda tensor: 2 * tensor, others=lambda one: "other").size == 2

@@ -25,6 +25,7 @@ def mapped(
     change: Callable[[Any], Any],
     kind: type = torch.Tensor,
     copies: dict[int, Any] | None = None,
+    others: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Return ``value`` with ``change`` applied to each ``kind`` in it.
 
@@ -37,6 +38,8 @@ def mapped(
         change: called with each instance of ``kind``.
         kind: the class to look for.
         copies: copies made so far by the id of their original; for the recursion.
+        others: called with each object that is none of these, and each dataclass in which nothing
+            changes; what it returns takes their place. None: they stay.
 
     Example:
         >>> mapped({"a": (torch.ones(2), 3)}, lambda x: tuple(x.shape))
@@ -51,7 +54,7 @@ def mapped(
         return copies[id(value)]
 
     def each(item: Any) -> Any:
-        return mapped(item, change, kind, copies)
+        return mapped(item, change, kind, copies, others)
 
     # Copies of mutable containers are registered before the descent, which may meet them again.
     if isinstance(value, dict | UserDict):
@@ -66,7 +69,10 @@ def mapped(
     elif is_dataclass(value) and not isinstance(value, type | torch.nn.Module):
         copies[id(value)] = copy.copy(value)
         copies[id(value)] = _mapped_fields(value, copies[id(value)], each)
-    return copies.get(id(value), value)
+    found = copies.get(id(value), value)
+    if others is not None and found is value and not isinstance(value, tuple):
+        copies[id(value)] = found = others(value)
+    return found
 
 
 def _mapped_tuple(value: tuple[Any, ...], each: Callable[[Any], Any]) -> tuple[Any, ...]:

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from threading import current_thread
 from types import FunctionType
 from typing import Any, NoReturn, Protocol, TypeGuard, runtime_checkable
@@ -32,7 +31,7 @@ from slipstream.data.agreement import Agreement
 from slipstream.data.lengths import certain_length, epoch_of
 from slipstream.data.loader_around import LoaderAround
 from slipstream.errors import DataError, UsageError
-from slipstream.pytree import LEAVES
+from slipstream.pytree import LEAVES, mapped
 from slipstream.trace.event import DATA_WAIT
 from slipstream.trace.recorder import Recorder
 
@@ -461,45 +460,16 @@ class _Pass(Iterator[Any]):
         return batch
 
 
-def _copied(batch: Any, copies: dict[int, Any] | None = None) -> Any:
+def _copied(batch: Any) -> Any:
     """The same tensors in lists, mappings and objects of their own: a script may change those that
-    it gets. ``copies``: those made so far by the id of their original."""
-    if isinstance(batch, LEAVES):
+    it gets."""
+    if type(batch) is list:
+        alone = all(isinstance(entry, LEAVES) for entry in batch)  # as numbers of tokens
+        return [*batch] if alone else [_copied(entry) for entry in batch]
+    try:
+        return mapped(batch, lambda tensor: tensor, others=_copied_object)
+    except Exception:  # one that cannot be made anew
         return batch
-    copies = {} if copies is None else copies
-    if id(batch) not in copies:
-        try:
-            copies[id(batch)] = _copied_container(batch, copies)
-        except Exception:  # one that cannot be made anew
-            copies[id(batch)] = batch
-    return copies[id(batch)]
-
-
-def _copied_container(batch: Any, copies: dict[int, Any]) -> Any:
-    # Mutable containers are registered before the descent, which may meet them again.
-    if isinstance(batch, list):
-        copies[id(batch)] = items = copy.copy(batch)
-        if not all(isinstance(entry, LEAVES) for entry in batch):  # else as numbers of tokens
-            items[:] = [_copied(entry, copies) for entry in batch]
-        return items
-    if isinstance(batch, tuple):
-        parts = [_copied(entry, copies) for entry in batch]
-        if all(after is before for after, before in zip(parts, batch, strict=True)):
-            return batch
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    if isinstance(batch, dict | UserDict):
-        copies[id(batch)] = mapping = copy.copy(batch)
-        for key, value in batch.items():
-            mapping[key] = _copied(value, copies)
-        return mapping
-    if is_dataclass(batch) and not isinstance(batch, type | torch.nn.Module):
-        copies[id(batch)] = found = copy.copy(batch)
-        for field in fields(batch):
-            before = getattr(batch, field.name, None)
-            if (after := _copied(before, copies)) is not before:
-                object.__setattr__(found, field.name, after)
-        return found
-    return _copied_object(batch)
 
 
 def _copied_object(batch: Any) -> Any:
@@ -508,7 +478,8 @@ def _copied_object(batch: Any) -> Any:
     kind: Any = type(batch)
     own = (torch.nn.Module, type, FunctionType)
     values = any(hasattr(kind, name) for name in ("__array__", "__array_interface__", "__del__"))
-    if values or isinstance(batch, own) or not hasattr(batch, "__dict__"):
+    has_attributes = is_dataclass(batch) or hasattr(batch, "__dict__")
+    if values or isinstance(batch, own) or not has_attributes:
         return batch
     slots = any(vars(one).get("__slots__") for one in kind.__mro__)
     if slots or hasattr(kind, "__copy__") or kind.__new__ is not object.__new__:
