@@ -67,6 +67,7 @@ def predicted(case: Case) -> dict[str, float] | None:
         seconds=6.0,
         rounds=3,
         codecs=[Int8Config(), Int4Config()],
+        merging=True,
     )
     with tempfile.TemporaryDirectory() as folder:
         model, loss_of = case.make()

@@ -131,6 +131,15 @@ def test_the_speed_of_16_bits_is_measured_and_random_numbers_stay(two) -> None:
     assert profile.half_speed.of(0.5) > 0
 
 
+def measure_merging() -> float:
+    return measure(curves={"world": ("all_reduce",)}, merging=True)[0].merging
+
+
+def test_what_a_meeting_computes_is_that_of_the_slowest_rank(two) -> None:
+    first, second = two.run(measure_merging)
+    assert first == second > 0
+
+
 def slowest(*speeds: float) -> HalfSpeed:
     """What ranks agree on that measured these: a transformer layer, then blocks of a ResNet."""
     found = iter(speeds)

@@ -121,10 +121,19 @@ def test_seconds_follow_the_points_inside_and_the_lines_beyond() -> None:
         [t for _, t in curve.points]
     )
     assert curve.seconds(2000) == pytest.approx(np.sqrt(2e-6))
-    assert curve.seconds(64000) == pytest.approx(18e-3 + 32000 * curve.per_byte)
+    assert curve.seconds(64000) == pytest.approx(36e-3, rel=0.02)
     assert curve.seconds(0) == pytest.approx(1e-3 - 1000 * curve.pieces[0].per_byte)
     sizes = np.array([0.0, 500.0, 2000.0, 5e4])
     assert curve.seconds_of(sizes).tolist() == [curve.seconds(m) for m in sizes]
+
+
+def test_beyond_the_points_the_line_is_as_steep_as_the_largest_sizes_say() -> None:
+    sizes = [2**k for k in range(14, 23)]
+    # a link lets the first 64 KB of an exchange pass at once
+    shaped = Curve.fit((m, 1e-3 + 1e-7 * max(m - 2**16, 2**12)) for m in sizes)
+    assert shaped.per_byte < 0.95e-7
+    grown = shaped.seconds(2**26) - shaped.seconds(2**22)
+    assert grown == pytest.approx(1e-7 * (2**26 - 2**22), rel=0.04)
 
 
 def test_a_fit_that_is_far_off_is_not_trusted_and_says_where() -> None:

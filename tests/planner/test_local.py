@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from statistics import NormalDist, fmean
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from slipstream.errors import StrategyError, TraceError
 from slipstream.gradients.layout import Gradient
 from slipstream.planner.forecast import Forecast
-from slipstream.planner.iteration.local_cost import WEIGHTS, codec_cost, local_seconds
+from slipstream.planner.iteration.local_cost import VARIES, WEIGHTS, codec_cost, local_seconds
 from slipstream.planner.iteration.plan import CommPlan
 from slipstream.planner.iteration.simulate import simulate
 from slipstream.planner.iteration.transport_cost import ExchangeCurve
@@ -42,10 +43,35 @@ def test_a_round_is_its_updates_and_what_no_delay_hides() -> None:
     )
     assert local_seconds(of(steps=10), WORK, SLOW) == pytest.approx(alone + whole / 10)
     streamed = of(steps=8, fragments=4, delay=1)
-    stolen = SLOW.compute_slowdown * min(quarter, alone)
-    exposed = max(0, quarter - alone)
-    expected = alone + 4 * (exposed + stolen) / 8
-    assert local_seconds(streamed, WORK, SLOW) == pytest.approx(expected)
+    lengths = NormalDist(quarter, VARIES * quarter)
+    drawn = [lengths.inv_cdf((i + 0.5) / 10_000) for i in range(10_000)]
+    exposed = fmean(max(0.0, seconds - alone) for seconds in drawn)
+    assert exposed > max(0, quarter - alone)  # some take longer
+    slow = SLOW.model_copy(update={"compute_slowdown": 0.3, "merging": 1e-9})
+    expected = alone + 4 * (exposed + 0.3 * (quarter - exposed) + 1e-9 * num_bytes / 4) / 8
+    assert local_seconds(streamed, WORK, slow) == pytest.approx(expected, rel=1e-4)
+
+
+def test_codes_of_parts_travel_to_each_rank_before_their_sums_go_around() -> None:
+    cost = {"ratio": 0.26, "encode": 1e-9}
+    codecs = {kind: CodecCost(**cost) for kind in ("int8", "topk")}
+    fine = SLOW.model_copy(update={"codecs": codecs})
+    world = fine.networks["world"]
+    assert world.reduce_scatter is not None
+    slowed = world.reduce_scatter.slowed(1.0, 3.0)
+    jammed = fine.model_copy(
+        update={"networks": {"world": world.model_copy(update={"reduce_scatter": slowed})}}
+    )
+    int8, topk, direct = (
+        Strategy.load({"local": {"codec": kind}, "gradients": {"transport": transport}})
+        for kind, transport in (("int8", "flat"), ("topk", "flat"), ("int8", "shared_memory"))
+    )
+    assert local_seconds(int8, WORK, jammed) > local_seconds(int8, WORK, fine)
+    for other in (topk, direct):
+        assert local_seconds(other, WORK, jammed) == local_seconds(other, WORK, fine)
+    unknown = world.model_copy(update={"reduce_scatter": None})
+    old = fine.model_copy(update={"networks": {"world": unknown}})
+    assert local_seconds(int8, WORK, old) == pytest.approx(local_seconds(int8, WORK, fine), rel=0.2)
 
 
 def test_a_change_is_dense_and_in_fp32() -> None:

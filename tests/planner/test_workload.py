@@ -168,6 +168,21 @@ def test_somebody_is_always_late_though_every_rank_is_in_time_on_most_days() -> 
     assert sorted(read_back.backward) == pytest.approx([0.6, 0.6, 0.9])
 
 
+def test_an_exchange_that_ends_later_on_a_rank_is_none_of_its_own_work() -> None:
+    work, network = workload(), linear_profile()
+    trace = simulate(work, THIRDS, network, 4)
+
+    def later(event: Event) -> Event:  # as behind a link whose queue drains last
+        return moved(event, event.step, 0.01 * event.rank)
+
+    read_back = workload_of(edited(trace, later), network)
+    behind = read_back.backward - work.backward
+    assert behind.max() - behind.min() == pytest.approx(0.03)
+    np.testing.assert_allclose(read_back.alone(2), work.alone(2))
+    np.testing.assert_allclose(read_back.for_ranks(6).alone(1), workload(6).alone(1))
+    np.testing.assert_allclose(read_back.evened().alone(1), work.alone(1))
+
+
 def test_a_step_that_not_all_ranks_went_through_is_left_out() -> None:
     trace = simulate(workload(), THIRDS, linear_profile(), 3)
     torn = edited(trace, lambda e: None if (e.rank, e.step) == (2, 1) else e)

@@ -14,6 +14,7 @@ from slipstream.calibration.codec_cost import slowest_cost
 from slipstream.calibration.collective_timer import COLLECTIVES, CollectiveTimer
 from slipstream.calibration.contention import crowd_slowdown, measure_contention
 from slipstream.calibration.half_speed import half_speed
+from slipstream.calibration.merge_cost import merge_cost
 from slipstream.cluster.connect import Cluster
 from slipstream.cluster.groups import new_group
 from slipstream.cluster.topology import ranks_by_host
@@ -50,6 +51,7 @@ def calibrate(
     curves: Curves | None = None,
     codecs: Sequence[PlainCodecConfig] = (),
     half: bool = False,
+    merging: bool = False,
     progress: Progress | None = None,
 ) -> NetworkProfile:
     """Measure the ranks' networks. A collective: every rank calls this and gets the same profile.
@@ -70,6 +72,7 @@ def calibrate(
             always measured. None: all.
         codecs: measure the cost of these codecs, too; takes some seconds more.
         half: measure how much faster 16-bit weights compute, too; takes about two seconds more.
+        merging: measure what ``local`` computes beside its exchanges, too; takes less than one.
         progress: called with the share that is done, from 0 to 1, and what is being done.
 
     Raises:
@@ -91,6 +94,7 @@ def calibrate(
             report(1.0, "codecs")
         where, share = (timer.world, ranks.device), min(seconds / SHORT, 1.0)
         by_codec = {codec.kind: slowest_cost(codec, *where, share) for codec in codecs}
+        costs["merging"] = merge_cost(*where, share) if merging else 0.0
         costs["half_speed"] = half_speed(*where, share) if half else None
         profile = _profile(ranks, timer.world, networks=networks, codecs=by_codec, **costs)
         return broadcast_from_first(profile, timer.world)

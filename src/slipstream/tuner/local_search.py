@@ -15,7 +15,8 @@ from slipstream.calibration.calibrate import SIZES, calibrate
 from slipstream.cluster.connect import Cluster
 from slipstream.errors import SlipstreamError
 from slipstream.planner.forecast import Forecast
-from slipstream.planner.iteration.transport_cost import curves_of, transport_kind
+from slipstream.planner.iteration.local_cost import meeting_curves
+from slipstream.planner.iteration.transport_cost import transport_kind
 from slipstream.planner.network.profile import NetworkProfile
 from slipstream.strategy import Int4Config, Int8Config, LocalConfig, Strategy
 from slipstream.trace.event import Trace
@@ -23,7 +24,7 @@ from slipstream.transport.consistency import broadcast_from_first, collective_er
 
 WINDOW = 6
 """Updates that are traced."""
-CALIBRATION_SECONDS = 3.0
+CALIBRATION_SECONDS = 4.0
 CODECS = (Int8Config(), Int4Config())
 
 
@@ -93,8 +94,9 @@ class LocalSearch:
                 sizes=SIZES[::2],
                 seconds=CALIBRATION_SECONDS,
                 rounds=3,
-                curves=curves_of([transport_kind(self._base.gradients.transport)]),
+                curves=meeting_curves(transport_kind(self._base.gradients.transport)),
                 codecs=CODECS,
+                merging=True,
             )
             decision = None if trace is None else self._choose(trace, network)
             agreed = broadcast_from_first(decision, self._control)

@@ -48,6 +48,7 @@ def measure(file: str, seconds: float, terminal: bool, columns: int) -> None:
             seconds=seconds,
             codecs=(HalfConfig(), Int8Config(), OneBitConfig(), DgcConfig(), PowerSgdConfig()),
             half=True,
+            merging=True,
             progress=progress,
         )
     if ranks.rank == 0:

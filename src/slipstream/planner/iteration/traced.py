@@ -120,7 +120,8 @@ class MeasuredSteps:
         trace, gradients = self.trace, self.gradients
         rows = slice(None) if chosen is None else np.asarray(chosen, dtype=int)
         stacked = {name: values[rows] for name, values in self.stacked.items()}
-        typical: dict[str, Any] = {name: np.median(stacked[name], axis=0) for name in MEDIANS}
+        names = (*MEDIANS, "backward")
+        typical: dict[str, Any] = {name: np.median(stacked[name], axis=0) for name in names}
         whole = float(typical["forward"].sum())
         first_part = float(np.median(stacked["first_part"], axis=0).sum()) / whole if whole else 1.0
         passes = np.median(stacked["passes"], axis=0)
@@ -142,8 +143,7 @@ class MeasuredSteps:
         optimizer = np.maximum(typical["optimizer"] - self._of_sharding, 0.0) / part
         return Workload(
             gradients=gradients,
-            **typical | {"optimizer": optimizer},
-            backward=backward,
+            **typical | {"optimizer": optimizer, "backward": backward},
             ready=np.clip(ready, 0.0, backward[:, None]),
             buffers_bytes=self.buffers_bytes,
             model=str(trace.meta.get("model", "")),
@@ -157,6 +157,7 @@ class MeasuredSteps:
             first_part=first_part,
             change_bytes=int(trace.meta.get("change_bytes", 0)),
             not_proposed=frozenset(trace.framework.own_settings),
+            late=backward - typical["backward"],
         )
 
     @property
@@ -283,6 +284,7 @@ def measure(
         rows["data_wait"].append(work.spent(one, DATA_WAIT) / passes)
         rows["forward"].append((forward + work.during(earlier)) / passes)
         rows["first_part"].append(forward / len(backwards))
+        rows["backward"].append(work.during(backwards[-passes:]) / passes)
         rows["optimizer"].append(work.spent(one, OPTIMIZER))
         rows["other"].append(breakdown(one).parts.other)
         rows["samples"].append(one.samples / passes)

@@ -44,7 +44,8 @@ class Workload:
     of forward within which all parameters are needed: less than all where forward holds that of
     earlier micro-batches, too. ``change_bytes`` are those of a change of all parameters with
     gradients, in fp32 or wider, 0 where unknown. ``not_proposed`` are settings that the framework
-    has itself whose loop trains.
+    has itself whose loop trains. ``late`` are the seconds of backward that are none of computing:
+    an exchange ends later on some ranks than on others, and they begin so much later; None: 0.
     """
 
     gradients: tuple[Gradient, ...]
@@ -67,6 +68,7 @@ class Workload:
     first_part: float = 1.0
     change_bytes: int = 0
     not_proposed: frozenset[str] = frozenset()
+    late: Array | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -102,7 +104,8 @@ class Workload:
             >>> pair.alone(batches=2)
             array([8., 8.])
         """
-        batch = self.data_wait + self.forward + self.backward
+        late = 0.0 if self.late is None else self.late
+        batch = self.data_wait + self.forward + self.backward - late
         seconds = batches * batch + self.optimizer + self.other
         return seconds if self.reading is None else np.maximum(seconds, batches * self.reading)
 
@@ -120,7 +123,9 @@ class Workload:
         rows = np.arange(count) % self.num_ranks
         names = (*MEDIANS, "backward", "ready")
         profiles: dict[str, Any] = {name: getattr(self, name)[rows] for name in names}
-        profiles["reading"] = None if self.reading is None else self.reading[rows]
+        for name in ("reading", "late"):
+            values = getattr(self, name)
+            profiles[name] = None if values is None else values[rows]
         hosts = tuple(self.hosts[row] for row in rows) if self.hosts else ()
         return replace(self, **profiles, hosts=hosts)
 
@@ -186,6 +191,6 @@ class Workload:
             >>> Workload((), one, one, two, np.ones((2, 0)), one, one, one).evened().backward
             array([3., 3.])
         """
-        names = ("forward", "backward", "ready")
+        names = ("forward", "backward", "ready", *([] if self.late is None else ["late"]))
         means = {name: getattr(self, name).mean(axis=0, keepdims=True) for name in names}
         return replace(self, **{n: m.repeat(self.num_ranks, axis=0) for n, m in means.items()})

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from statistics import median
 from typing import Annotated, Self
 
 import numpy as np
@@ -24,6 +25,9 @@ Seconds = Annotated[float, Field(ge=0)]
 
 SMALL = 64 * 1024
 """Bytes up to which an exchange counts as small: its time is mostly latency."""
+
+LARGEST = 4
+"""Sizes of at least one part in so many of the largest tell what larger ones take."""
 
 WORST_ERROR = 0.15
 """The relative error above which a fit is not trusted."""
@@ -132,14 +136,23 @@ class Curve(FrozenModel):
         """Seconds for each size.
 
         Between measured points the interpolation is linear in log-log; outside them it follows the
-        first and the last line.
+        first line and the last, which is as steep as the largest points say: links let the first
+        bytes of an exchange pass faster, and then one line through small and large ones is too low
+        for these.
         """
         sizes, log_sizes, log_times = _logs(self.points)
         inside = np.clip(num_bytes, sizes[0], sizes[-1])
         times = np.exp(np.interp(np.log(inside), log_sizes, log_times))
         below = np.minimum(num_bytes - sizes[0], 0.0) * self.pieces[0].per_byte
-        above = np.maximum(num_bytes - sizes[-1], 0.0) * self.per_byte
+        above = np.maximum(num_bytes - sizes[-1], 0.0) * self.per_byte * self._steeper
         return np.asarray(np.maximum(times + below + above, 0.0))
+
+    @cached_property
+    def _steeper(self) -> float:
+        """Times as long as the lines say that the largest sizes take."""
+        largest = self.points[-1][0]
+        pairs = [(t, self.fitted(m)) for m, t in self.points if m >= largest / LARGEST]
+        return median(t / fitted if fitted else 1.0 for t, fitted in pairs)
 
     def fitted(self, num_bytes: float) -> float:
         """Seconds by the lines alone, which `seconds` uses only outside the points."""

@@ -124,9 +124,10 @@ class NetworkProfile(Contention):
 
     Where hosts have different numbers of ranks, ``ranks_per_host`` is the largest. ``codecs`` holds
     what each kind of codec costs a rank, ``half_speed`` what weights of 16 bits bring,
-    ``sharding_seconds`` what ``sharded`` computes for each gradient of an update. The contention
-    is that of the backend's collectives; ``direct`` holds that of direct sends.
-    ``extrapolated`` says which part was not measured.
+    ``sharding_seconds`` what ``sharded`` computes for each gradient of an update, ``merging`` what
+    a rank under ``local`` computes for each byte of a change, seconds of sending it and of merging
+    the mean; 0 where it was not measured. The contention is that of the backend's collectives;
+    ``direct`` holds that of direct sends. ``extrapolated`` says which part was not measured.
 
     Example:
         >>> line = Curve.fit([(1024, 0.001), (2**20, 0.021)])
@@ -151,6 +152,7 @@ class NetworkProfile(Contention):
     codecs: Mapping[str, CodecCost] = {}
     half_speed: HalfSpeed | None = None
     sharding_seconds: float = Field(ge=0, default=SHARDING)
+    merging: float = Field(ge=0, default=0.0)
     backend: str
     date: str
     versions: Mapping[str, str]
