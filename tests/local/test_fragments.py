@@ -6,8 +6,12 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
+from slipstream.codecs import Ranks
 from slipstream.gradients.segments import parameters_of
 from slipstream.local.fragments import cut, sent_after
+from slipstream.local.island import Island
+from slipstream.local.meeting import Meeting
+from slipstream.strategy import LocalConfig
 
 shapes = st.lists(st.sampled_from([(), (1,), (3, 5), (40, 2), (7, 2, 3)]), min_size=1, max_size=9)
 
@@ -38,6 +42,19 @@ def test_layers_of_one_size_take_turns_and_a_large_one_is_cut() -> None:
     assert len(sizes) == 4
     assert max(sizes) < 1.7 * min(sizes)
     assert sum(len(fragment.buffers) for fragment in found) == 2  # counters are no averages
+
+
+def test_a_fragment_without_values_meets() -> None:
+    model = nn.Module()
+    model.register_parameter("nothing", nn.Parameter(torch.zeros(0, 3)))
+    (fragment,) = cut(model, parameters_of(model, trainable=True), 2)
+    alone = Island((0,), Ranks(0, 1))
+    meeting = Meeting(model, fragment, LocalConfig(), alone, 0, {})
+    meeting.send(1, due=1)
+    meeting.landed()
+    with torch.no_grad():
+        meeting.merge(lambda parameter: None)
+    assert meeting.done == 1
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 5))

@@ -136,6 +136,14 @@ def test_beyond_the_points_the_line_is_as_steep_as_the_largest_sizes_say() -> No
     assert grown == pytest.approx(1e-7 * (2**26 - 2**22), rel=0.04)
 
 
+def test_a_slowed_curve_keeps_nothing_that_was_computed_of_the_old_one() -> None:
+    curve = Curve.fit([(1000, 2e-3), (4000, 5e-3), (16000, 17e-3)])
+    assert curve.latency == pytest.approx(1e-3, rel=0.05)
+    slowed = curve.slowed(3.0, 2.0)
+    assert slowed.latency == pytest.approx(3 * curve.latency)
+    assert slowed == Curve.model_validate(slowed.model_dump())
+
+
 def test_a_fit_that_is_far_off_is_not_trusted_and_says_where() -> None:
     times = [2e-3 if m == 2**20 else 1e-4 + 1e-9 * m for m in SIZES]
     odd = Curve.fit(zip(SIZES, times, strict=True))

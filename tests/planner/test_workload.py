@@ -14,6 +14,7 @@ from slipstream.planner.iteration.model import predict
 from slipstream.planner.iteration.plan import CommPlan
 from slipstream.planner.iteration.simulate import simulate
 from slipstream.planner.iteration.traced import workload_of
+from slipstream.planner.network.costs import HalfSpeed
 from slipstream.trace.event import Event, Trace
 from tests.planner.networks import MB, linear_profile
 from tests.planner.workloads import random_workload, workload
@@ -181,6 +182,29 @@ def test_an_exchange_that_ends_later_on_a_rank_is_none_of_its_own_work() -> None
     np.testing.assert_allclose(read_back.alone(2), work.alone(2))
     np.testing.assert_allclose(read_back.for_ranks(6).alone(1), workload(6).alone(1))
     np.testing.assert_allclose(read_back.evened().alone(1), work.alone(1))
+    twice, larger = read_back.slowed(2.0), read_back.with_batch(16)
+    np.testing.assert_allclose(twice.alone(1), work.slowed(2.0).alone(1))
+    np.testing.assert_allclose(larger.alone(1), work.with_batch(16).alone(1))
+    fast = HalfSpeed(dense=4.0, convolutional=4.0)
+    np.testing.assert_allclose(
+        read_back.computed(True, fast).alone(1), work.computed(True, fast).alone(1)
+    )
+
+
+def test_what_a_script_does_behind_the_exchange_and_the_optimizer_is_no_part_of_backward() -> None:
+    """Clipping comes before the optimizer, a schedule and a log line after it."""
+    work, network = workload(), linear_profile()
+    trace, other = simulate(work, THIRDS, network, 4), float(work.other[0])
+
+    def at_the_end(event: Event) -> Event:
+        # simulated iterations begin with it; here each ends with it, on both sides of its optimizer
+        shift = {"iteration": other, "optimizer": other / 2}.get(event.name, 0.0)
+        return replace(event, start=event.start + shift, end=event.end + shift)
+
+    read_back = workload_of(edited(trace, at_the_end), network)
+    np.testing.assert_allclose(read_back.backward, work.backward)
+    np.testing.assert_allclose(read_back.ready, work.ready)
+    np.testing.assert_allclose(read_back.alone(1), work.alone(1))
 
 
 def test_a_step_that_not_all_ranks_went_through_is_left_out() -> None:

@@ -333,7 +333,8 @@ class Meeting:
             if part.numel()
         ]
         # a tenth of the time of ``any`` over all values (torch 2.13); NaN counts as moved
-        moved = torch.stack([torch.stack(part.aminmax()).any() for _, part in parts]).tolist()
+        found = [torch.stack(part.aminmax()).any() for _, part in parts]
+        moved = torch.stack(found).tolist() if found else []
         return [(p, p.clone()) for (p, _), moves in zip(parts, moved, strict=True) if not moves]
 
     def adopt(self, reset: Callable[[nn.Parameter], None]) -> None:

@@ -97,15 +97,17 @@ def _fragment_seconds(
 
 
 def meeting_curves(transport: TransportKind) -> Curves:
-    """The curves that predictions of meetings over a transport read, beside those of gradients.
+    """The curves that predictions of meetings and of gradients over a transport read.
 
     Example:
         >>> meeting_curves("flat")
         {'world': ('all_reduce', 'reduce_scatter')}
     """
     curves = curves_of([transport])
-    parts: tuple[CollectiveName, ...] = ("reduce_scatter",) if transport == "flat" else ()
-    return {**curves, "world": (*curves["world"], *parts)}
+    if transport in ("direct", "shared_memory"):
+        return curves
+    parts: CollectiveName = "reduce_scatter"  # by flat where it cannot carry meetings itself
+    return {**curves, "world": tuple(dict.fromkeys((*curves["world"], parts)))}
 
 
 def local_bytes(strategy: Strategy, workload: Workload, network: NetworkProfile) -> float:

@@ -125,8 +125,10 @@ class MeasuredSteps:
         whole = float(typical["forward"].sum())
         first_part = float(np.median(stacked["first_part"], axis=0).sum()) / whole if whole else 1.0
         passes = np.median(stacked["passes"], axis=0)
-        # Ranks begin an iteration by their own optimizer later than the last exchange ended.
-        exchanges_ended = np.median(stacked["start"] - typical["optimizer"], axis=1)
+        # Ranks begin an iteration by their own optimizer, and by what else they do before and after
+        # it, later than the last exchange ended.
+        done = np.median(stacked["after"], axis=0)
+        exchanges_ended = np.median(stacked["start"] - typical["optimizer"] - done, axis=1)
         since = _typical_ranks(stacked["marks"] - exchanges_ended[:, None, None])
         spent = since[:, -1] - typical["optimizer"] - typical["other"]
         before = typical["data_wait"] + typical["forward"]
@@ -287,6 +289,9 @@ def measure(
         rows["backward"].append(work.during(backwards[-passes:]) / passes)
         rows["optimizer"].append(work.spent(one, OPTIMIZER))
         rows["other"].append(breakdown(one).parts.other)
+        ended = max(last.end, *(exchange.end for exchange in one.exchanges), 0.0)
+        after = work.at(one.end) - work.at(ended) - work.spent(one, OPTIMIZER)
+        rows["after"].append(min(max(after, 0.0), rows["other"][-1]))
         rows["samples"].append(one.samples / passes)
         rows["passes"].append(passes)
         rows["start"].append(work.at(one.start))

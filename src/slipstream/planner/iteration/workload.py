@@ -24,8 +24,8 @@ from slipstream.planner.network.fit import Array
 MEDIANS = ("data_wait", "forward", "optimizer", "other", "samples")
 """What has an entry a rank and is measured as it is."""
 
-_GROW = ("data_wait", "forward", "backward", "reading")
-"""What takes as many times as long for as many times the batch."""
+_COMPUTED = ("forward", "backward", "ready", "late")
+"""Seconds of forward and backward, which are longer where a rank computes for longer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,8 +44,9 @@ class Workload:
     of forward within which all parameters are needed: less than all where forward holds that of
     earlier micro-batches, too. ``change_bytes`` are those of a change of all parameters with
     gradients, in fp32 or wider, 0 where unknown. ``not_proposed`` are settings that the framework
-    has itself whose loop trains. ``late`` are the seconds of backward that are none of computing:
-    an exchange ends later on some ranks than on others, and they begin so much later; None: 0.
+    has itself whose loop trains. ``late`` are the seconds of backward by which it is longer than
+    the rank's own: an exchange ends later on some ranks than on others, which begin so much later,
+    and now and then one takes longer than it mostly does; None: 0.
     """
 
     gradients: tuple[Gradient, ...]
@@ -141,8 +142,25 @@ class Workload:
         if half == self.half or speed is None:
             return self
         factor = 1 / speed.of(self.convolutions) if half else speed.of(self.convolutions)
-        scaled = {name: getattr(self, name) * factor for name in ("forward", "backward", "ready")}
-        return replace(self, **scaled, half=half)
+        return replace(self.slowed(factor), half=half)
+
+    def slowed(self, times: float | Array) -> Workload:
+        """The same where forward and backward take so many times as long; may have an entry a rank.
+
+        Example:
+            >>> one = np.ones(2)
+            >>> pair = Workload((), one, one, one, np.ones((2, 0)), one, one, one)
+            >>> pair.slowed(np.array([1.0, 2.0])).backward
+            array([1., 2.])
+        """
+        rows = np.broadcast_to(times, self.forward.shape)
+        changed = {name: (values.T * rows).T for name, values in self._computed.items()}
+        return replace(self, **changed)
+
+    @property
+    def _computed(self) -> dict[str, Array]:
+        values = {name: getattr(self, name) for name in _COMPUTED}
+        return {name: each for name, each in values.items() if each is not None}
 
     def with_batch(self, samples: float) -> Workload:
         """The same model on batches of so many samples a rank.
@@ -166,9 +184,9 @@ class Workload:
                 "as long; give it such, and record the trace again"
             )
         times = samples / self.samples
-        names = [name for name in (*_GROW, "samples") if getattr(self, name) is not None]
+        names = [n for n in ("data_wait", "reading", "samples") if getattr(self, n) is not None]
         grown = {name: getattr(self, name) * times for name in names}
-        return replace(self, **grown, ready=self.ready * times[:, None])
+        return replace(self.slowed(times), **grown)
 
     def fed(self, times: float | None = None) -> Workload:
         """The same with ``times`` as many readers; None: every batch is there in time.
@@ -191,6 +209,5 @@ class Workload:
             >>> Workload((), one, one, two, np.ones((2, 0)), one, one, one).evened().backward
             array([3., 3.])
         """
-        names = ("forward", "backward", "ready", *([] if self.late is None else ["late"]))
-        means = {name: getattr(self, name).mean(axis=0, keepdims=True) for name in names}
+        means = {n: each.mean(axis=0, keepdims=True) for n, each in self._computed.items()}
         return replace(self, **{n: m.repeat(self.num_ranks, axis=0) for n, m in means.items()})

@@ -171,7 +171,7 @@ class Curve(FrozenModel):
         doubts = {"trusted": self.trusted and fitted.trusted, "noise": self.noise}
         return fitted.model_copy(update=doubts)
 
-    def slowed(self, latency: float, transfer: float) -> Self:
+    def slowed(self, latency: float, transfer: float) -> Curve:
         """The curve with its latency and the rest multiplied, lines and all: no line is fitted.
 
         `scaled` is for another network; this is for a thousand guesses about the same one.
@@ -188,7 +188,9 @@ class Curve(FrozenModel):
             )
             for piece in self.pieces
         )
-        return self.model_copy(update={"points": points, "pieces": pieces})
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        # not a copy, which would keep what was computed of the old points
+        return type(self).model_construct(**fields | {"points": points, "pieces": pieces})
 
     def _stretched(self, latency: float, transfer: float) -> tuple[tuple[int, float], ...]:
         """The points with the latency and the rest of their seconds multiplied."""

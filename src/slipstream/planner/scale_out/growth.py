@@ -7,7 +7,7 @@ shape. The simulator of an iteration says what an update takes there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from slipstream.planner.iteration.model import seconds_of
@@ -159,7 +159,7 @@ def grow(
         here = place(ranks)
         network = here.network
         for name, variants in techniques(base, here, lossy=lossy).items():
-            work = _slowed(here.workload, slowest(ranks, fabric, _apart(variants[0])))
+            work = here.workload.slowed(slowest(ranks, fabric, _apart(variants[0])))
             timed = [(seconds_of(one, work, network), one) for one in variants]
             seconds, best = min(timed, key=lambda pair: pair[0])
             samples = float(work.samples.sum() or work.num_ranks)
@@ -207,12 +207,6 @@ def techniques(
             plain.model_copy(update={"local": LocalConfig(steps=steps)})
         ]
     return found
-
-
-def _slowed(workload: Workload, times: float) -> Workload:
-    """The same where all ranks compute for so many times as long."""
-    names = ("forward", "backward", "ready")
-    return replace(workload, **{name: getattr(workload, name) * times for name in names})
 
 
 def _splits(strategy: Strategy) -> list[Strategy]:
