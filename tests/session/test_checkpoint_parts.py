@@ -50,6 +50,19 @@ def test_what_is_no_checkpoint_is_refused(state: Any, words: str) -> None:
         session.restore(state)
 
 
+@pytest.mark.parametrize("strategy", [None, {"local": {"steps": 4, "fragments": 2, "delay": 1}}])
+def test_parts_of_different_updates_are_refused(strategy: Any) -> None:
+    """A run was killed while ranks wrote over their files."""
+    with opened(strategy=strategy) as session:
+        saved = []
+        for _ in range(3):
+            session.backward(session.model(torch.ones(4, 2)).square().mean())
+            session.step()
+            saved.append(session.checkpoint(sharded=True))
+        with pytest.raises(UsageError, match=r"different updates, 2, 3, .*write its number into"):
+            session.restore(saved[1:])
+
+
 def another(part: str) -> str:
     """Each rank restores what it has found on its own disk."""
     with opened() as session:

@@ -56,7 +56,8 @@ def joined(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Mapping[st
     """One checkpoint of the whole run, from itself or from those of all its ranks.
 
     Raises:
-        UsageError: it is no checkpoint, or a rank's part is missing or there twice.
+        UsageError: it is no checkpoint, a rank's part is missing or there twice, or parts are of
+            different updates.
     """
     ranks: list[Any] = [*state] if isinstance(state, list | tuple) else [state]
     how = "pass what session.checkpoint() returned, or those of all ranks with sharded=True"
@@ -70,6 +71,14 @@ def joined(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Mapping[st
             raise UsageError(f"this checkpoint is damaged: {mistake}; {how}")
     if isinstance(state, Mapping):
         return state
+    moments = {_updates(one["session"]) for one in ranks if "session" in one} - {None}
+    if len(moments) > 1:
+        found = ", ".join(map(str, sorted(moments)))
+        raise UsageError(
+            f"these parts are of different updates, {found}, as where a run was killed while ranks "
+            "wrote over their last ones; allowed: those of all ranks after one update: write its "
+            "number into the names, or use slipstream.Checkpoints"
+        )
     whole = {key: one[key] for one in ranks for key in one if key != "optimizer"}
     if parts := [one["optimizer"] for one in ranks if "optimizer" in one]:
         local = all(LOCAL in part for part in parts)
@@ -77,6 +86,15 @@ def joined(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Mapping[st
         parts = parts[:1] if alike else parts  # every rank has updated the whole
         whole["optimizer"] = joined_ranks(parts) if local else join_shards(parts)
     return whole
+
+
+def _updates(session: Mapping[str, Any]) -> int | None:
+    """The updates of the run, which all ranks count alike; None: they do not."""
+    local: Mapping[str, Any] | None = session.get("local")
+    if local is None:
+        return int(session["steps"])
+    # a rank alone may skip an update, by its loss scale; others may make more than it
+    return None if local["config"].get("stretch") else int(local["updates"])
 
 
 def refusal(state: object, sizes: Mapping[str, int], ranks: int | None = None) -> UsageError | None:
