@@ -130,7 +130,8 @@ def speed(args: argparse.Namespace) -> None:
                 session.step()
 
             yield iterate
-            chosen.update(session.state_dict().get("local", {}).get("config", {}))
+            if (meetings := session.state_dict()["local"]) is not None:
+                chosen.update(meetings["config"])
 
     @contextmanager
     def auto() -> Iterator[Iterate]:
