@@ -268,7 +268,7 @@ def local_gain(every: Results) -> str:
     return (
         f"{slow:.0f} times as fast at 300 Mbit/s, {slower:.0f} times at 100 Mbit/s, {far:.0f} "
         "times on a long line that loses packets, with hosts set for it (a BERT on 4 hosts, an "
-        "update computes for some 0.2 s). Held-out loss of the setting for 100 Mbit/s after 800 "
+        "update computes for some 0.2 s). Held-out loss with the longest delay of `auto` after 800 "
         "updates against that of DDP after 800, less is better: "
         f"{', '.join(gaps)}"
     )
