@@ -71,7 +71,8 @@ def joined(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Mapping[st
             raise UsageError(f"this checkpoint is damaged: {mistake}; {how}")
     if isinstance(state, Mapping):
         return state
-    moments = {_updates(one["session"]) for one in ranks if "session" in one} - {None}
+    found_in = (_updates(one["session"]) for one in ranks if "session" in one)
+    moments = {updates for updates in found_in if updates is not None}
     if len(moments) > 1:
         found = ", ".join(map(str, sorted(moments)))
         raise UsageError(
