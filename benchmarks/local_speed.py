@@ -135,13 +135,12 @@ def speed(args: argparse.Namespace) -> None:
 
     @contextmanager
     def auto() -> Iterator[Iterate]:
-        if chosen_by_auto:  # once: it measures the network for as long as a turn takes
-            with ours({"local": chosen_by_auto}) as iterate:
-                yield iterate
-            return
-        with ours({"local": "auto"}) as iterate:
+        # It chooses once: it measures the network for as long as a turn takes.
+        with ours(chosen_by_auto or {"local": "auto"}) as iterate:
             yield iterate
-        chosen_by_auto.update({name: chosen[name] for name in CHOSEN})
+        if not chosen_by_auto:
+            settings = {name: chosen[name] for name in CHOSEN}
+            chosen_by_auto.update({"gradients": {}} if chosen["auto"] else {"local": settings})
 
     @contextmanager
     def torchft(delay: int) -> Iterator[Iterate]:
@@ -223,7 +222,7 @@ def speed(args: argparse.Namespace) -> None:
             "rounds": args.rounds,
             "rows": rows,
             "seconds": seconds,
-            "auto": chosen_by_auto,
+            "auto": chosen_by_auto.get("local", {}),
         }
         finish(args.json, "local", entry)
     dist.barrier()

@@ -321,9 +321,17 @@ def test_a_loss_that_counts_rows_of_all_ranks(two: Ranks) -> None:
         torch.testing.assert_close(values, values_of(model), rtol=1e-12, atol=1e-14)
 
 
+class Uncopied:
+    def __copy__(self) -> None:
+        raise NotImplementedError
+
+
 def taken_apart(length: int) -> list[tuple[int, int]]:
-    """Of every batch: what the loop takes out of it."""
-    rows = [{"labels": [number, 0], "inner": ({"x": number},)} for number in range(length)]
+    """Of every batch: what the loop takes out of it, beside an object that is not to be copied."""
+    rows = [
+        {"labels": [number, 0], "inner": ({"x": number},), "handle": Uncopied()}
+        for number in range(length)
+    ]
     loader = UnevenInputLoader(rows, group=dist.group.WORLD)
     return [(batch["labels"].pop(0), batch["inner"][0].pop("x")) for batch in loader]
 

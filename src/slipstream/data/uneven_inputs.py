@@ -468,7 +468,7 @@ def _copied(batch: Any) -> Any:
         return [*batch] if alone else [_copied(entry) for entry in batch]
     try:
         return mapped(batch, lambda tensor: tensor, others=_copied_object)
-    except Exception:  # one that cannot be made anew
+    except Exception:  # a container of the user's, which refuses in a way of its own
         return batch
 
 
@@ -483,7 +483,10 @@ def _copied_object(batch: Any) -> Any:
         return batch
     slots = any(vars(one).get("__slots__") for one in kind.__mro__)
     if slots or hasattr(kind, "__copy__") or kind.__new__ is not object.__new__:
-        return copy.copy(batch)
+        try:
+            return copy.copy(batch)
+        except Exception:  # so may an object: what is beside it is copied all the same
+            return batch
     found = kind.__new__(kind)
     vars(found).update(vars(batch))  # not by __getstate__, which may leave some out
     return found

@@ -27,7 +27,7 @@ SMALL = 64 * 1024
 """Bytes up to which an exchange counts as small: its time is mostly latency."""
 
 LARGEST = 4
-"""Sizes of at least one part in so many of the largest tell what larger ones take."""
+"""Sizes from a quarter of the largest on tell what exchanges beyond all measured ones take."""
 
 WORST_ERROR = 0.15
 """The relative error above which a fit is not trusted."""
@@ -149,7 +149,7 @@ class Curve(FrozenModel):
 
     @cached_property
     def _steeper(self) -> float:
-        """Times as long as the lines say that the largest sizes take."""
+        """Seconds of the largest sizes as measured, over those on the lines; the median."""
         largest = self.points[-1][0]
         pairs = [(t, self.fitted(m)) for m, t in self.points if m >= largest / LARGEST]
         return median(t / fitted if fitted else 1.0 for t, fitted in pairs)
