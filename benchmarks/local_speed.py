@@ -46,6 +46,8 @@ gradients become ready."""
 ROUND = 16
 """Updates of a turn: a round of every local variant, and as many without exchange, since the first
 ones after another variant's turn are slower."""
+CHOOSING = 12 * ROUND
+"""Updates after which ``auto`` has chosen: eight, and rounds in which it tries longer delays."""
 FAST = (
     "16 steps",
     "16 steps, int8",
@@ -135,8 +137,11 @@ def speed(args: argparse.Namespace) -> None:
 
     @contextmanager
     def auto() -> Iterator[Iterate]:
-        # It chooses once: it measures the network for as long as a turn takes.
+        # It chooses once: it measures the network, and the first rounds, for several turns' time.
         with ours(chosen_by_auto or {"local": "auto"}) as iterate:
+            if not chosen_by_auto:
+                for _ in range(CHOOSING):
+                    iterate()
             yield iterate
         if not chosen_by_auto:
             settings = {name: chosen[name] for name in CHOSEN}

@@ -1,8 +1,10 @@
 """Ray Train: python ray_train.py. Ray starts workers and their process group; slipstream uses it.
 
 Change: the training, the workers, and USE_GPU. Checkpoints(on_signal=...) is refused here, as Ray
-runs the loop outside the main thread.
+runs the loop outside the main thread. Each node has slipstream, and the strategy file, if any.
 """
+
+import os
 
 import torch
 from ray.train import RunConfig, ScalingConfig, get_context
@@ -12,6 +14,8 @@ import slipstream
 
 WORKERS, USE_GPU = 2, torch.cuda.is_available()
 BACKEND = "cpu:gloo,cuda:nccl" if USE_GPU else "gloo"  # Ray's nccl alone has no tensors of the CPU
+# Ray's workers on other nodes have none of this process's variables.
+SETTINGS = {name: value for name, value in os.environ.items() if name.startswith("SLIPSTREAM_")}
 
 
 def train_loop_per_worker() -> None:
@@ -34,7 +38,10 @@ def main() -> None:
         train_loop_per_worker,
         scaling_config=ScalingConfig(num_workers=WORKERS, use_gpu=USE_GPU),
         torch_config=TorchConfig(backend=BACKEND),
-        run_config=RunConfig(name="slipstream"),
+        run_config=RunConfig(
+            name="slipstream",  # several nodes: and storage_path="/shared/ray", which all see
+            worker_runtime_env={"env_vars": SETTINGS},
+        ),
     ).fit()
 
 

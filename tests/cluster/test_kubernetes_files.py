@@ -40,6 +40,8 @@ DOCUMENTS = {
     for file in FILES
     for document in yaml.safe_load_all(file.read_text())
 }
+KUBERNETES = {"Job": "batch/v1", "Service": "v1", "NetworkPolicy": "networking.k8s.io/v1"}
+"""Groups of what Kubernetes itself has; all else is Kubeflow's."""
 TOKEN = "metadata.labels['batch.kubernetes.io/controller-uid']"
 
 
@@ -53,7 +55,7 @@ class Answer:
 def understood(document: dict[str, Any]) -> dict[str, Any]:
     """What is left of a document when its classes have read it: they drop what they do not know."""
     kind = document["kind"]
-    if kind in ("Job", "Service"):
+    if kind in KUBERNETES:
         client = ApiClient()
         return client.sanitize_for_serialization(client.deserialize(Answer(document), f"V1{kind}"))
     return getattr(models, f"TrainerV1alpha1{kind}").from_dict(document).to_dict()
@@ -70,8 +72,7 @@ def test_a_file_says_how_to_use_it_and_what_to_change(file: Path) -> None:
 def test_a_document_has_nothing_that_its_schema_has_not(kind: str) -> None:
     document = DOCUMENTS[kind]
     assert understood(document) == document
-    group = {"Job": "batch/v1", "Service": "v1"}.get(kind, "trainer.kubeflow.org/v1alpha1")
-    assert document["apiVersion"] == group
+    assert document["apiVersion"] == KUBERNETES.get(kind, "trainer.kubeflow.org/v1alpha1")
 
 
 def test_a_word_that_the_schema_has_not_is_found() -> None:
@@ -94,7 +95,7 @@ def test_a_pod_has_shared_memory_and_the_token_of_its_job(pod: dict[str, Any]) -
     (container,), (volume,) = pod["containers"], pod["volumes"]
     assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": "16Gi"}
     assert container["volumeMounts"] == [{"name": volume["name"], "mountPath": "/dev/shm"}]
-    (variable,) = container["env"]
+    variable = container["env"][0]
     assert variable["name"] == "SLIPSTREAM_TOKEN"
     assert variable["valueFrom"] == {"fieldRef": {"fieldPath": TOKEN}}
 
@@ -116,10 +117,33 @@ def test_the_training_runs_on_the_runtime_beside_it() -> None:
     assert node["template"]["metadata"]["labels"] == step
 
 
+def test_one_pod_that_fails_starts_all_anew() -> None:
+    jobs = DOCUMENTS["TrainingRuntime"]["spec"]["template"]["spec"]
+    (node,) = jobs["replicatedJobs"]
+    assert jobs["failurePolicy"]["maxRestarts"] > 0
+    assert node["template"]["spec"]["backoffLimit"] == 0
+    assert pods()[0]["restartPolicy"] == "Never"
+
+
+def test_a_rank_has_threads_for_its_share_of_the_cores() -> None:
+    container = pods()[1]["containers"][0]
+    trainer = DOCUMENTS["TrainJob"]["spec"]["trainer"]
+    for variables, limits in (
+        (trainer["env"], trainer["resourcesPerNode"]["limits"]),
+        (container["env"], container["resources"]["limits"]),
+    ):
+        (threads,) = (int(v["value"]) for v in variables if v["name"] == "OMP_NUM_THREADS")
+        assert threads * int(limits["nvidia.com/gpu"]) == int(limits["cpu"])
+
+
 def test_the_launchers_of_the_job_meet_at_its_first_pod() -> None:
     job, service = DOCUMENTS["Job"], DOCUMENTS["Service"]
     name, spec, pod = job["metadata"]["name"], job["spec"], pods()[1]
     assert (spec["completionMode"], spec["backoffLimit"]) == ("Indexed", 0)
+    policy = DOCUMENTS["NetworkPolicy"]["spec"]
+    (sources,) = policy["ingress"]
+    own = {"podSelector": {"matchLabels": {"job-name": name}}}
+    assert ({"podSelector": policy["podSelector"]}, sources["from"]) == (own, [own])
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"] == {"job-name": name}
     assert service["metadata"]["name"] == pod["subdomain"]

@@ -5,14 +5,18 @@ The store at which they meet is in this process, and outlives both.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
+from slipstream.cluster._agent import found_backend
 from slipstream.cluster.listen import open_store
 from tests.harness.command_line import COMMAND_LINE
+from tests.harness.ranks import free_port
 from tests.harness.scripts import Script
 
 SCRIPT = """
@@ -70,3 +74,30 @@ def test_nodes_start_their_ranks_again_together(tmp_path: Path) -> None:
     assert said["stays"].count("all ranks start again") == 3
     assert "was killed by SIGKILL" in said["stays"] + said["lost"]  # the node of rank 1 says so
     assert "did not meet" not in said["new"]
+
+
+def parameters(join_timeout: int) -> RendezvousParameters:
+    """Of a node that knows where to meet; torch itself waits for a second there."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    more = {"read_timeout": 1, "is_host": False, "join_timeout": join_timeout}
+    return RendezvousParameters("c10d", endpoint, "run", 2, 2, **more)
+
+
+def test_a_node_waits_for_the_first_one_as_long_as_any_may_join(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    meets = parameters(join_timeout=60)
+    port = int(meets.endpoint.rpartition(":")[2])
+    opened = []
+    late = threading.Timer(2.5, lambda: opened.append(open_store("127.0.0.1", port)))
+    late.start()
+    _, store = found_backend(meets)
+    late.join()
+    store.set("met", "here")
+    assert opened[0].get("met") == b"here"
+    assert f"nobody is at {meets.endpoint} yet" in capsys.readouterr().err
+
+
+def test_a_node_does_not_wait_for_ever() -> None:
+    with pytest.raises(RendezvousConnectionError):
+        found_backend(parameters(join_timeout=1))

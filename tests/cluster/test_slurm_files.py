@@ -164,8 +164,12 @@ def test_a_step_that_stopped_for_a_signal_is_queued_again(
     code: int, restarts: str, again: int, tmp_path: Path
 ) -> None:
     file = ROOT / "examples/cluster/slurm/requeue.sbatch"
-    settings = {"SRUN_CODE": str(code), "SLURM_RESTART_COUNT": restarts}
+    settings = {"SRUN_CODE": str(code), "SLURM_RESTART_COUNT": restarts, "NODE_LOSS_SECONDS": "360"}
+    (tmp_path / "sleep").write_text('#!/bin/bash\necho "$1" >> "$STEP.sleep"')
+    (tmp_path / "sleep").chmod(0o755)
     assert step(file, tmp_path, "train.py", **settings)[0] == code
+    waited = tmp_path / "step.sleep"  # for Slurm to see that a node is lost
+    assert (waited.read_text() if waited.exists() else "") == "360\n" * (code == 1)
     asked = tmp_path / "step.scontrol"
     assert (asked.read_text() if asked.exists() else "") == "requeue 4711\n" * again
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import slipstream
+from slipstream import codecs
 from slipstream.errors import StrategyError
+from slipstream.local import delay_trial
+from slipstream.local.meeting import Meeting
 from slipstream.planner.forecast import Forecast
 from slipstream.planner.iteration.local_cost import change_bytes
 from slipstream.planner.iteration.traced import traced_strategy
@@ -19,6 +23,7 @@ from slipstream.planner.network.costs import CodecCost
 from slipstream.planner.search import rare_meetings
 from slipstream.strategy import LocalConfig, Strategy
 from slipstream.trace import read
+from slipstream.transport.requests import ExchangeSteps
 from slipstream.tuner import local_search
 from tests.harness.ranks import Ranks
 from tests.local.reference import Reference, flat
@@ -38,6 +43,7 @@ def on_a_link_of(rate: float, patch: pytest.MonkeyPatch) -> None:
     codecs = {"int8": CodecCost(ratio=0.25), "int4": CodecCost(ratio=0.13)}
     network = ethernet_profile(2).scaled(2, 1, rate).model_copy(update={"codecs": codecs})
     patch.setattr(local_search, "calibrate", lambda *_, **__: network)
+    patch.setattr(delay_trial, "NOTICED", 2.0)  # a test of the first choice, not of its delay
 
 
 def trained(
@@ -52,10 +58,10 @@ def trained(
         )
 
 
-def run(strategy: Any, half: bool) -> tuple[Tensor, dict[str, Any], str]:
+def run(strategy: Any, half: bool, updates: int = UPDATES) -> tuple[Tensor, dict[str, Any], str]:
     model = build()
     session = slipstream.accelerate(model, adamw(model), None, strategy)
-    for update in range(1, UPDATES + 1):
+    for update in range(1, updates + 1):
         session.backward(loss_of(model, session.rank, update))
         session.step()
         if half and update == UPDATES // 2:
@@ -188,3 +194,89 @@ def test_a_trace_says_how_large_a_change_of_tables_with_sparse_gradients_is(
     trace = read(tmp_path / "trace.json")
     work = Forecast.of(trace, ethernet_profile(2)).workload
     assert trace.meta["change_bytes"] == change_bytes(work) == 4 * (50 * 4 + 8 + 1)
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        patch.setattr(delay_trial, "perf_counter", lambda: self.now)
+
+
+@pytest.mark.parametrize(
+    ("waits", "works", "delay"),
+    [(0.0, 0.5, 1), (0.005, 0.5, 1), (0.5, 0.0, 2), (1.5, 0.0, 3), (9.0, 0.0, 4), (0.05, 0.0, 1)],
+    ids=["no wait", "unnoticed", "an update", "two", "no end", "enough as it is"],
+)
+def test_the_delay_grows_by_what_a_meeting_was_waited_for(
+    waits: float, works: float, delay: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = LocalConfig(steps=16, fragments=4, delay=1)
+    clock, cpu = Clock(monkeypatch), torch.device("cpu")
+    trial = delay_trial.DelayTrial(config, codecs.Ranks(0, 1), cpu)
+    sent, found = torch.zeros(3), dict[int, int | None]()
+    for update in range(1, 38):
+        clock.now += 61.0 if update == 20 else 1.0  # a pause of the script is no computing
+        with trial.meeting():
+            if update % 4 == 1:
+                clock.now += works
+                with trial.waiting():
+                    clock.now += waits if update > 17 else 100.0  # the first round is no measure
+            if update % 4 == 1 and update > 4:
+                found[update] = trial.longer(update, sent)
+            if update % 4 == 0:
+                sent = trial.seconds(update)
+    assert found == {**dict.fromkeys(range(5, 37, 4)), 37: delay}
+
+
+WAITED = 0.03
+
+
+def waited_for(patch: pytest.MonkeyPatch) -> None:
+    """Let rank 0 choose a short delay, and each exchange take some updates."""
+    on_a_link_of(SLOW, patch)
+    patch.setattr(delay_trial, "NOTICED", 0.01)
+    chosen = LocalConfig(steps=8, fragments=2, delay=1), "a short delay"
+    patch.setattr(local_search.LocalSearch, "_choose", lambda *_: chosen)
+    exchange = Meeting.exchange
+
+    def slow(meeting: Meeting, step: int) -> ExchangeSteps:
+        time.sleep(WAITED)
+        yield from exchange(meeting, step)
+
+    patch.setattr(Meeting, "exchange", slow)
+
+
+def trained_while_waiting(half: bool) -> tuple[Tensor, dict[str, Any], str]:
+    with pytest.MonkeyPatch.context() as patch:
+        waited_for(patch)
+        return run({"local": "auto"}, half, 2 * UPDATES)
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["straight", "restored meanwhile"])
+def test_all_ranks_take_a_longer_delay_where_they_wait(two: Ranks, half: bool) -> None:
+    for rank, (own, chosen, report) in enumerate(two.run(trained_while_waiting, half)):
+        config = LocalConfig.model_validate(chosen)
+        assert config.delay == 2  # a quarter of a round
+        said = re.search(r"delay 2 since update (\d+)", " ".join(report.split()))
+        assert said is not None
+        since = int(said[1])
+        assert since > DECIDED + 2 * config.steps  # one round to settle, one to measure
+        reference = Reference(build, adamw, config.model_copy(update={"delay": 1}), 2)
+
+        def loss(
+            model: nn.Module,
+            of: int,
+            update: int,
+            reference: Reference = reference,
+            config: LocalConfig = config,
+            since: int = since,
+        ) -> Tensor:
+            if update > since:
+                reference.config = config
+            return loss_of(model, of, update)
+
+        with torch.no_grad(), torch.enable_grad():
+            reference.train(loss, 2 * UPDATES)
+        torch.testing.assert_close(own, reference.parameters(rank), rtol=1e-9, atol=1e-11)

@@ -20,8 +20,9 @@ from slipstream.planner.network.costs import CodecCost
 from slipstream.planner.network.curve import Curve
 from slipstream.planner.network.profile import Network, NetworkProfile
 from slipstream.planner.search.ranking import rank
-from slipstream.planner.search.rare_meetings import ENOUGH, HARMLESS, RareMeetings, choose_meetings
+from slipstream.planner.search.rare_meetings import HARMLESS, RareMeetings, choose_meetings
 from slipstream.strategy import LocalConfig, Strategy
+from slipstream.strategy.local import ENOUGH
 from tests.harness.traces import by_hand
 from tests.planner.networks import MB, ethernet_profile, profile
 from tests.planner.workloads import workload

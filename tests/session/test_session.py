@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -257,7 +258,7 @@ def resumed(num_steps: int) -> bool:
 def restored_after_freezing() -> int:
     with opened() as session:
         update(session)
-        saved = session.checkpoint()
+        saved = copy.deepcopy(session.checkpoint())
         next(session.model.parameters()).requires_grad_(False)
         update(session)
         session.restore(saved)

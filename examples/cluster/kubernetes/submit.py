@@ -49,7 +49,12 @@ def main() -> None:
     else:
         client = TrainerClient(backend_config=KubernetesBackendConfig())
         runtime = "slipstream"  # training-runtime.yaml
-        trainer = CustomTrainer(func=train, num_nodes=4, resources_per_node={"gpu": 8})
+        trainer = CustomTrainer(
+            func=train,
+            num_nodes=4,
+            resources_per_node={"gpu": 8},
+            env={"OMP_NUM_THREADS": "12"},  # cores of a rank; torchrun's own is 1
+        )
     job = client.train(runtime=runtime, trainer=trainer)
     ended = client.wait_for_job_status(job, status={"Complete", "Failed"}, timeout=3600)
     print(*client.get_job_logs(job), sep="\n")

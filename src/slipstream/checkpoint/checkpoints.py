@@ -261,6 +261,7 @@ class Checkpoints:
                 "these are the checkpoints of another session, which is open: make Checkpoints "
                 "with a folder of their own for this one"
             )
+        contents.check_places(session, self._also)
         self._group = session.beside(self, self._abandon)
         self._session, self._seen = session, 0
         self._found = self._look(session.rank)

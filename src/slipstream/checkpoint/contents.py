@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.data import randomness
+from slipstream.data.prefetch.samplers import samplers_of
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import UsageError
 from slipstream.parallel.dims import mesh_of
@@ -27,6 +28,25 @@ class KeepsState(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> object: ...
+
+
+def check_places(session: AnySession, also: Mapping[str, KeepsState]) -> None:
+    """Refuse what keeps its place in the data itself, beside the session, which does so, too: a
+    resumed run would skip twice.
+
+    Raises:
+        UsageError: says what to leave out.
+    """
+    loader = _loader_of(session)
+    parts = () if loader is None else (*samplers_of(loader), getattr(loader, "dataset", None))
+    for name, keeper in also.items():
+        counts = type(keeper).__module__.startswith(("torchdata.", "datasets."))
+        if counts and any(keeper is part for part in parts):
+            raise UsageError(
+                f"also={{{name!r}: ...}} is a {type(keeper).__name__}, which keeps the place in "
+                "the data, as the session's loader does, and a resumed run would skip twice; leave "
+                "it out of also"
+            )
 
 
 def collected(

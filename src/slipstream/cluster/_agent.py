@@ -21,6 +21,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -108,10 +110,9 @@ class NodeMeeting:
     use_agent_store = True
 
     def __init__(self, meets: RendezvousParameters, logs: RankLogs) -> None:
-        from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
         from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-        backend, self._store = create_backend(meets)
+        backend, self._store = found_backend(meets)
         self._handler = create_handler(self._store, backend, meets)
         self._logs, self._local = logs, meets.local_addr is not None
         self._ranks_meet: TCPStore | None = None
@@ -182,6 +183,24 @@ def _no_store_of_torch() -> Iterator[None]:
         os.environ.pop(name)
         if before is not None:
             os.environ[name] = before
+
+
+def found_backend(meets: RendezvousParameters) -> tuple[Any, Any]:
+    """Torch's backend and its store, on a host that may begin as late as any node may join: torch
+    itself waits a minute."""
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+
+    until = time.monotonic() + (meets.get_as_int("join_timeout") or 0)
+    while True:
+        try:
+            return create_backend(meets)
+        except RendezvousConnectionError:
+            left = until - time.monotonic()
+            if left < 0:
+                raise
+            said = f"nobody is at {meets.endpoint} yet; it has {left / 60:.0f} minutes left"
+            print(f"slipstream: {said}", file=sys.stderr, flush=True)
 
 
 def _agent(

@@ -291,8 +291,8 @@ def _apart(spec: LaunchSpec, met: bool, error: Exception) -> str:
         )
     return (
         f"the {spec.nnodes} nodes did not meet ({spec.rendezvous}): {error}\nCheck that every "
-        "node was started with this endpoint and its own --node-rank, and that the port is free "
-        "and reachable."
+        "node was started with this endpoint (and its own --node-rank, or none with any), and that "
+        "the port is free and reachable."
     )
 
 

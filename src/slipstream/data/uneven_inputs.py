@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from slipstream.data import pass_random
 from slipstream.data.agreement import Agreement
+from slipstream.data.earlier_epoch import warn_of_an_earlier_epoch
 from slipstream.data.lengths import certain_length, epoch_of
 from slipstream.data.loader_around import LoaderAround
 from slipstream.errors import DataError, UsageError
@@ -264,8 +265,10 @@ class UnevenInputLoader(LoaderAround):
             self._agreement.settle()
         if self._on_start is not None:
             self._on_start()
-        is_other = self._over is not None and self._over != epoch_of(self._loader)
+        epoch = epoch_of(self._loader)
+        is_other = self._over is not None and self._over != epoch
         if is_other:
+            warn_of_an_earlier_epoch(epoch, self._over)
             known = self._lives_on is not None
             self._begin_anew()
             if known:  # those of the epoch before, which the state ends

@@ -235,6 +235,9 @@ class _Node:
 def _marked(graph: _Graph, results: Any) -> Any:
     leaves, spec = tree_flatten(results)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and not leaf.requires_grad:
+            leaves[i] = leaf.clone()
     operation: Any = _Mark
     marked = operation.apply(graph, *(leaves[i] for i in places))
     for place, leaf in zip(places, marked, strict=True):

@@ -57,7 +57,8 @@ class Flight:
         sent: this rank's parameters when it was sent.
         buffers: what this rank offers, then what all share.
         own_buffers: what this rank offers.
-        weights: of this rank's change: its updates, and whether it is finite.
+        weights: of this rank's change: its updates, and whether it is finite; and seconds that
+            ranks tell each other, if any.
         totals: the sums of these over ranks.
         lost: whether this rank's change was not finite.
         begun, done: whether its exchange has begun, and ended, as all ranks know.
@@ -74,6 +75,11 @@ class Flight:
     begun: bool = False
     done: bool = False
 
+    @property
+    def seconds(self) -> torch.Tensor:
+        """Seconds that ranks have told each other, those of all once the exchange is done."""
+        return self.totals[2:]
+
 
 class Meeting:
     """One fragment's outer parameters, and its exchange.
@@ -87,6 +93,7 @@ class Meeting:
         shared: buffers by name, as all ranks share them.
 
     Attributes:
+        config: of the strategy; with a longer delay later on, where ``auto`` finds that ranks wait.
         outer: the parameters that all ranks share, one after the other, in fp32 or wider.
         buffers: those of this rank, and what all ranks share of them.
         done: how often it has met.
@@ -103,7 +110,7 @@ class Meeting:
         seed: int,
         shared: Mapping[str, torch.Tensor],
     ) -> None:
-        self.fragment, self._config, self._island = fragment, config, island
+        self.fragment, self.config, self._island = fragment, config, island
         first = fragment.pieces[0].values
         self.device = first.device
         widest = max((piece.values.dtype for piece in fragment.pieces), key=lambda d: d.itemsize)
@@ -127,7 +134,7 @@ class Meeting:
 
     def meet_as(self, island: Island) -> None:
         """Meet as one among these islands from now on; what the codec has left out is lost."""
-        self._island, config = island, self._config
+        self._island, config = island, self.config
         self._compressor = None
         if config.codec is not None and island.meets:
             like = [p.values.to(self.dtype) for p in self.fragment.pieces]
@@ -182,12 +189,13 @@ class Meeting:
 
     # A meeting.
 
-    def send(self, weight: int, due: int) -> None:
+    def send(self, weight: int, due: int, seconds: torch.Tensor | None = None) -> None:
         """Begin a meeting; `exchange` is to be carried out then.
 
         Args:
             weight: of this rank's change: updates.
             due: the update after which it is merged.
+            seconds: to be added up over ranks with it, of as many values on each.
         """
         sent = self.read()
         change = self.outer.to(self.device) - sent
@@ -201,6 +209,8 @@ class Meeting:
         weights = torch.zeros(2, dtype=torch.float64, device=self.device)
         weights[0], weights[1] = (not lost) * weight, not lost
         weights *= len(self._island.ranks)
+        if seconds is not None:
+            weights = torch.cat([weights, seconds])
         own = buffers.clone()
         self.flight = Flight(due, change, sent, buffers, own, weights, weights.clone(), lost)
 
@@ -296,16 +306,16 @@ class Meeting:
                 "the parameters of the other ranks, with a new state of the optimizer",
                 stacklevel=6,
             )
-        if flight.lost or not (self._config.delay or self._config.mix):
+        if flight.lost or not (self.config.delay or self.config.mix):
             self.write(self.outer)  # the same bits on every rank
         else:
             behind = flight.sent.sub_(self.outer.to(self.device))
             for values, part in self._parts(behind):
-                values.sub_(part, alpha=1 - self._config.mix)
+                values.sub_(part, alpha=1 - self.config.mix)
         buffers, islands = self.buffers, self._island.islands.count
-        goes_on = self._config.delay and not flight.lost
+        goes_on = self.config.delay and not flight.lost
         buffers.write(buffers.gone_on(flight.own_buffers, islands) if goes_on else buffers.shared)
-        if flight.lost or self._config.inner_state == "reset":
+        if flight.lost or self.config.inner_state == "reset":
             for piece in self.fragment.pieces:
                 reset(piece.parameter)
 
@@ -315,7 +325,7 @@ class Meeting:
         for piece, (values, part) in pieces:
             if piece.parameter.requires_grad:
                 continue
-            eps = torch.finfo(values.dtype).eps if self._config.delay else 0.0
+            eps = torch.finfo(values.dtype).eps if self.config.delay else 0.0
             outer = values + part
             rounding = (outer.to(values.dtype) - values).norm() <= 2 * eps * values.norm()
             part.mul_(~rounding)
@@ -372,7 +382,7 @@ class Meeting:
             "due": None if flight is None else flight.due,
             "mean": None if flight is None else flight.change.clone(),
             "mean_buffers": None if flight is None else flight.buffers.clone(),
-            "totals": None if flight is None else flight.totals.clone(),
+            "totals": None if flight is None else flight.totals[:2].clone(),
         }
 
     def rank_state(self) -> dict[str, Any]:
@@ -452,4 +462,4 @@ class Meeting:
     def sent_bytes(self) -> int:
         """Bytes of a change, as its codec sends it."""
         pieces = [piece.values.to(self.dtype) for piece in self.fragment.pieces]
-        return sum(wire_bytes(self._config.codec, piece) for piece in pieces)
+        return sum(wire_bytes(self.config.codec, piece) for piece in pieces)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from slipstream.codecs import Ranks
 from slipstream.errors import ExchangeError, ModelError, UsageError
 from slipstream.gradients.segments import NamedParameter
 from slipstream.local.carrier import Carrier, Exchange
+from slipstream.local.delay_trial import DelayTrial
 from slipstream.local.engine import LocalEngine
 from slipstream.local.exchanges import IslandExchanges, JoinedAgain
 from slipstream.local.fragments import cut, sent_after
@@ -85,7 +87,9 @@ class LocalTraining:
         self._pace = Pace(config.stretch, self._exchanges, device)
         self._begun: Mapping[str, torch.Tensor] = {}  # buffers that all share, until fragments do
         self._use(config)
-        self._undecided, self._why = config.auto, ""
+        self._auto = self._undecided = config.auto
+        self._why = ""
+        self._trial: DelayTrial | None = None
         self.updates = 0
         self._clock = 0  # of the schedule, the same on all ranks: it stops for slower ones
         self._sent_ahead = False  # the last update is counted, and not merged yet
@@ -148,7 +152,15 @@ class LocalTraining:
         """
         self._undecided, self._why = False, reason
         if config is not None:
+            self._clock = 0  # of a state that was loaded meanwhile
             self._take_over(config, max(self._config.warm_up, self.updates + 1))
+            self._begin_trial()
+
+    def _begin_trial(self) -> None:
+        """Measure the next rounds; not under ``stretch``, where ranks wait for each other."""
+        device = self._trained[0].parameter.device
+        trial = DelayTrial(self._config, self.island.islands, device, self._clock)
+        self._trial = None if trial.over or self._config.stretch else trial
 
     def _take_over(self, config: LocalConfig, warm_up: int) -> None:
         """Let what ``auto`` leaves open be as in ``config``."""
@@ -210,12 +222,30 @@ class LocalTraining:
         Raises:
             ExchangeError: another rank is gone.
         """
-        if self._sent_ahead:
-            self._sent_ahead = False
-            self._merge(lambda flight: flight.due <= self._clock)
-        else:
-            self._count(worked)
+        trial = None if self.warms_up else self._trial
+        with nullcontext() if trial is None else trial.meeting():
+            if self._sent_ahead:
+                self._sent_ahead = False
+                self._merge(lambda flight: flight.due <= self._clock)
+            else:
+                self._count(worked)
         self._note()
+
+    def _try_delay(self, trial: DelayTrial, seconds: torch.Tensor) -> None:
+        """Let exchanges take longer, where the trial has shown that ranks wait."""
+        before, longer = self._config.delay, trial.longer(self._clock, seconds)
+        if longer is None:
+            return
+        if longer > before:
+            self._config = self._config.model_copy(update={"delay": longer})
+            for meeting in self._meetings:
+                meeting.config = self._config
+            self._why += f"; delay {longer} since update {self.updates}, as ranks waited"
+            if self.ranks.rank == 0:
+                said = f"delay {longer} instead of {before}, as ranks wait for fragments"
+                print(f"slipstream: local: auto: {said}", file=sys.stderr)
+        if longer == before or trial.over:
+            self._trial = None
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Another optimizer of the script has stepped; it may hold parameters that meet."""
@@ -296,7 +326,8 @@ class LocalTraining:
     def _send(self, number: int) -> None:
         meeting, weight = self._meetings[number], self._weights[number]
         self._weights[number] = 0
-        meeting.send(weight, self._clock + self._config.delay)
+        seconds = None if self._trial is None else self._trial.seconds(self._clock)
+        meeting.send(weight, self._clock + self._config.delay, seconds)
         # all ranks count alike: codecs have a step
         step = self._config.warm_up + self._clock
         label = self._label(number)
@@ -311,7 +342,8 @@ class LocalTraining:
         for number, meeting in enumerate(self._meetings):
             if not meeting.flies(due):
                 continue
-            self._exchanges.land()
+            with nullcontext() if self._trial is None else self._trial.waiting():
+                self._exchanges.land()
             if not meeting.flies(due):  # this island came too late, and has joined again
                 continue
             if self._averages_state(meeting):
@@ -321,8 +353,10 @@ class LocalTraining:
             if not meeting.flies(due):
                 continue
             assert meeting.flight is not None
-            lost = meeting.flight.lost
+            lost, seconds = meeting.flight.lost, meeting.flight.seconds
             meeting.merge(self._forget)
+            if self._trial is not None and len(seconds):
+                self._try_delay(self._trial, seconds)
             if lost:  # the rest of this rank is not finite either, or will not be for long
                 for other in self._meetings:
                     other.adopt(self._forget)
@@ -459,6 +493,7 @@ class LocalTraining:
             "updates": self._position,
             "config": self._config.document(full=True),
             "settled": not self._undecided,
+            "tries": self._trial is not None,  # a longer delay
             "meetings": [meeting.state() for meeting in self._meetings],
         }
 
@@ -502,6 +537,9 @@ class LocalTraining:
             # jobs of one start take this from the first: a script may load the model then, too
             self._fresh = own is None and state["updates"] == saved.warm_up
             self._resumes = own is None
+        self._trial = None
+        if self._auto and state is not None and state.get("tries"):
+            self._begin_trial()
         self._engine.leave(not self.warms_up)
 
     def _go_to(self, updates: int) -> None:
@@ -621,7 +659,10 @@ class LocalTraining:
         Raises:
             ExchangeError: another rank is at a meeting.
         """
-        weights = torch.tensor([0.0, CLOSES], dtype=torch.float64, device=self._meetings[0].device)
+        weights = torch.zeros(2, dtype=torch.float64, device=self._meetings[0].device)
+        weights[1] = CLOSES
+        if self._trial is not None:
+            weights = torch.cat([weights, self._trial.seconds(self._clock)])
         self._exchanges.sum(Label("meeting_ready", lambda: "the end of the training"), weights)
         self._exchanges.land()
         if weights[1] != CLOSES * self.island.islands.count:

@@ -297,8 +297,9 @@ def _local(value: Any) -> Mistakes:
         yield _wrong("local", value, "a mapping or None")
         return
     yield from _count("local.updates", value.get("updates"))
-    if not isinstance(value.get("settled", False), bool):
-        yield _wrong("local.settled", value["settled"], "true or false")
+    for key in ("settled", "tries"):
+        if not isinstance(value.get(key, False), bool):
+            yield _wrong(f"local.{key}", value[key], "true or false")
     config = value.get("config")
     if not isinstance(config, Mapping):
         yield _wrong("local.config", config, "a mapping")

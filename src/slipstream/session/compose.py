@@ -45,12 +45,17 @@ from slipstream.session.exchanging import (
 )
 from slipstream.session.given import Given
 from slipstream.session.handles import Handle, HandleStack
-from slipstream.session.loading import install_balance, install_loader, useful_loading
+from slipstream.session.loading import (
+    dealt_by,
+    install_balance,
+    install_loader,
+    useful_loading,
+)
 from slipstream.session.loop import TrainingLoop
 from slipstream.session.members import Members
 from slipstream.session.proof import Proof
 from slipstream.session.session import M, O, Session
-from slipstream.session.state import SessionState
+from slipstream.session.state import SessionState, agree_on_optimizer
 from slipstream.session.step_hooks import StepHooks
 from slipstream.session.tracing import NoTracing, Search, SessionTracer, Tracer
 from slipstream.session.wrappers import Wrappers
@@ -94,6 +99,7 @@ def compose(
         groups = exchange_groups(given)
         if groups:
             broadcast.broadcast(whole.local_tensors, groups[0])
+        agree_on_optimizer(given)
         shards = shards_at_start(given)
         if recorder is not None and strategy.trace.steps is not None:  # before it is installed
             recorder.meta["useful_compute"] = useful_settings(model, optimizer)
@@ -126,6 +132,7 @@ def compose(
         # After the tracer: where an epoch starts, an iteration begins.
         balance = install_balance(given, loader)
         session_loader = install_loader(given, loader, balance, tracer)
+        balance = dealt_by(session_loader)
         # After all that changes the model: what changes later is refused.
         members = Members(model, optimizer)
         handles.defer(members.close)

@@ -54,6 +54,13 @@ def install_balance(given: Given, loader: Iterable[Any] | None) -> SampleBalance
     return given.handles.add(SampleBalance(loader, config, speeds=speeds, **where))
 
 
+def dealt_by(loader: UnevenInputLoader | None) -> SampleBalance | None:
+    """Find the balance that deals a session's batches out: its own, or that of the session whose
+    loader it follows."""
+    found = getattr(loader, "sample_balance", None)
+    return found if isinstance(found, SampleBalance) else None
+
+
 def install_loader(
     given: Given, loader: Iterable[Any] | None, balance: SampleBalance | None, tracer: Tracer
 ) -> UnevenInputLoader | None:

@@ -335,7 +335,8 @@ class Session(Generic[M, O]):
     def checkpoint(self, *parts: Part, sharded: bool = False) -> dict[str, Any]:
         """Collect the states of model, optimizer and session, with the place in the data, for any
         number of ranks; call it on all ranks. Random numbers are not in it;
-        `slipstream.Checkpoints` has them, too.
+        `slipstream.Checkpoints` has them, too. Tensors are those of the model, as in torch's
+        ``state_dict()``: deepcopy what is to be kept while training goes on.
 
         Args:
             parts: some of ``model``, ``optimizer`` and ``session``; none: all of them. The first
@@ -401,6 +402,9 @@ class Session(Generic[M, O]):
                 there that no update has used.
             ModelError: the state is another model's.
             MismatchError: ranks load different states.
+
+        A state that training has changed since, as it is the model itself, is refused: keep
+        ``copy.deepcopy(session.checkpoint())``.
         """
         self._must_be_open("restore")
         self._check_restore("restore")
@@ -411,7 +415,7 @@ class Session(Generic[M, O]):
         self._must_have_no_gradients("restore")
         if "session" in state:  # before anything is loaded
             self._state.check(state["session"])
-        self._state.check_alike(state)
+        self._state.check_alike(state, self._loop.steps)
         whole = self._loop.whole
         if "model" in state:
             whole.load_full_state_dict(state["model"])

@@ -25,7 +25,7 @@ from slipstream.session import checkpoint
 from slipstream.session.exchanging import GradientExchange
 from slipstream.session.given import Given
 from slipstream.strategy import Strategy, keeps_state
-from slipstream.transport.consistency import agree
+from slipstream.transport.consistency import agree, any_of, broadcast_from_first
 
 
 class SessionState:
@@ -120,25 +120,28 @@ class SessionState:
         elif error is not None:
             raise error
 
-    def check_alike(self, state: Mapping[str, Any]) -> None:
+    def check_alike(self, state: Mapping[str, Any], steps: int) -> None:
         """Refuse a model and an optimizer that are not those of other ranks; a collective.
 
         Buffers may differ, and so may what ranks load that train on their own, but not where they
         do, after how many meetings. Ranks that share a model hold other parts of it.
 
         Raises:
-            UsageError: this is the part of an optimizer that a single rank has saved.
+            UsageError: this is the part of an optimizer that a single rank has saved; or the model
+                itself, which was trained on.
             MismatchError: parameters or the optimizer's state differ between ranks, or these are at
                 different places of a round without a session's state.
         """
         control, dims = self.dims.control, self.dims
+        error: Exception | None = self._live(state, steps)
         if control is None or dims.mesh.model_parallel > 1:
+            if error is not None:
+                raise error
             return
         if self.local is not None:
             if self.local.place and "session" not in state:  # else it replaces what ranks count
                 agree({**self.local.place, "meetings": str(self.local.meetings)}, control)
             return
-        error = None
         try:
             is_part(state.get("optimizer", {}))
         except UsageError as caught:
@@ -150,6 +153,20 @@ class SessionState:
             "the optimizer's state to load": _digest(state.get("optimizer")),
         }
         agree({what: str(value) for what, value in found.items()}, control, error)
+
+    def _live(self, state: Mapping[str, Any], steps: int) -> UsageError | None:
+        """An error where a state is the model of this session itself, so that nothing would go
+        back but what is counted beside it."""
+        parameters = dict(self.model.named_parameters())
+        pairs = [(t, parameters.get(name)) for name, t in state.get("model", {}).items()]
+        alive = any(p is not None and _share_memory(t, p) for t, p in pairs)
+        if not alive or state.get("session", {}).get("steps", 0) == steps:
+            return None
+        return UsageError(
+            "the state to restore is the model itself, which has been trained on since: "
+            "session.checkpoint() gives the tensors of the model, as torch's state_dict() does; "
+            "keep copy.deepcopy(session.checkpoint()), or save it and read it again"
+        )
 
     def _in_common(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Leave out what ranks have apart: the state of a loader that keeps its place, the end of
@@ -215,6 +232,51 @@ class SessionState:
         if self.local is not None:
             self.local.load(state.get("local"), steps)
         return steps
+
+
+def agree_on_optimizer(given: Given) -> None:
+    """Refuse an optimizer that is not that of other ranks, as where rank 0 alone has loaded its
+    state: parameters are broadcast, and its state is not. A collective.
+
+    Not where ranks share a model, or train on their own. Of an optimizer that deals its work out to
+    ranks, each has another part.
+
+    Raises:
+        MismatchError: its settings or its state differ between ranks.
+    """
+    control, optimizer = given.dims.control, given.optimizer
+    if control is None or given.dims.mesh.model_parallel > 1 or given.strategy.local is not None:
+        return
+    found = {
+        f"{key} of the optimizer's group {number}": repr(plain)
+        for number, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if isinstance(plain := _plain(value), int | float | str | None)
+    }
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [optimizer.state.get(p, {}) for p in held]
+    kept = [sorted(map(str, state)) if isinstance(state, Mapping) else [] for state in states]
+    has_any = any(kept)
+    everywhere = not any_of(not has_any, control)
+    if everywhere and not any_of(kept != broadcast_from_first(kept, control), control):
+        found["the optimizer's state"] = str(_digest(states))
+    elif any_of(has_any, control) and not everywhere:
+        found["the optimizer's state"] = "there" if has_any else "not there: load it on every rank"
+    agree(found, control)
+
+
+def _plain(value: object) -> object:
+    is_number = isinstance(value, torch.Tensor) and value.numel() == 1
+    return value.item() if is_number else value  # type: ignore[attr-defined]
+
+
+def _share_memory(one: object, other: torch.Tensor) -> bool:
+    if not isinstance(one, torch.Tensor) or one.device != other.device or not one.numel():
+        return False
+    try:
+        return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
+    except (NotImplementedError, RuntimeError):  # a tensor without a storage of its own
+        return False
 
 
 def _digest(state: object) -> Digest:

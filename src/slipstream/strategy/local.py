@@ -16,6 +16,11 @@ def _by_address(value: Any) -> Any:
 
 CHOSEN = ("steps", "fragments", "delay", "codec")
 """Settings that ``auto`` chooses."""
+ENOUGH = 0.95
+"""Part of the speed without any exchange at which ``auto`` does not look for more: to meet more
+rarely, or with a longer delay, is not worth its loss."""
+FRAGMENTS = 4
+"""Those of ``auto`` where it delays a merge, by ``steps / FRAGMENTS`` at most."""
 
 
 class RendezvousConfig(Setting):

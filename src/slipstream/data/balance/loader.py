@@ -22,6 +22,7 @@ from torch.utils.data import (
 
 from slipstream.data.balance.batches import BalancedBatches, Position
 from slipstream.data.balance.cost import LengthCost
+from slipstream.data.earlier_epoch import warn_of_an_earlier_epoch
 from slipstream.data.loader_around import LoaderAround
 from slipstream.data.own_iteration import iterates_itself
 from slipstream.errors import ModelError, UsageError
@@ -152,7 +153,10 @@ class SampleBalance:
 
     def begin(self) -> int:
         """The next iteration begins; returns its number."""
+        (was, done), running = self._position, self._running
         self._position = epoch, first = self._following
+        if done and not running:  # a state was of the middle of a pass
+            warn_of_an_earlier_epoch(epoch, was)
         self._taken = self._unweighed = 0
         self._running = True
         self._batches.set_epoch(epoch, start=first)
@@ -216,6 +220,11 @@ class BalancedLoader(LoaderAround):
     def __init__(self, balance: SampleBalance, loader: Iterable[Any]) -> None:
         self._balance, self._loader = balance, loader
 
+    @property
+    def sample_balance(self) -> SampleBalance:
+        """The balance that deals these batches out."""
+        return self._balance
+
     def __len__(self) -> int:
         return self._balance.num_batches
 
@@ -249,6 +258,9 @@ def is_balanceable(loader: Any, rank: int, ranks: int) -> bool:
     except ModelError:
         return False
     return True
+
+
+_PLAIN = (DistributedSampler, RandomSampler, SequentialSampler)
 
 
 def _checked_sampler(loader: Any, rank: int, ranks: int) -> Any:
@@ -287,7 +299,22 @@ def _checked_sampler(loader: Any, rank: int, ranks: int) -> Any:
             f"this rank gets the data of {rank} of {ranks}: DistributedSampler(dataset, "
             f"num_replicas={ranks}, rank={rank}), as slipstream.data_share(strategy) says"
         )
+    base = next(kind for kind in _PLAIN if isinstance(sampler, kind))
+    of_torchdata = type(sampler).__module__.startswith("torchdata.")  # draws as its base does
+    if type(sampler).__iter__ is not base.__iter__ and not of_torchdata:
+        raise ModelError(
+            f"data.balance draws the samples itself, as a {base.__name__} does; a "
+            f"{type(sampler).__name__} draws them in its own way, which would be lost: give the "
+            f"loader a {base.__name__}, or leave data.balance out"
+        )
     dataset: Any = loader.dataset
+    drawn = getattr(sampler, "dataset", None) if spread else sampler.data_source
+    if drawn is not None and len(drawn) != len(dataset):
+        raise ModelError(
+            f"data.balance draws from the whole dataset of {len(dataset)} samples, and the "
+            f"{base.__name__} is over {len(drawn)}: make a torch.utils.data.Subset of what is to "
+            "be drawn, for both, or leave data.balance out"
+        )
     if len(dataset) < ranks:
         raise ModelError(
             f"data.balance: {len(dataset)} samples for {ranks} ranks; allowed: one for each rank, "

@@ -21,12 +21,10 @@ from slipstream.strategy import (
     SharedMemoryConfig,
     Strategy,
 )
+from slipstream.strategy.local import ENOUGH, FRAGMENTS
 from slipstream.strategy.local_checks import check_local
 
 STEPS = (8, 16, 32, 64, 128)
-FRAGMENTS = 4
-ENOUGH = 0.95
-"""Part of the speed without any exchange at which meeting more rarely is not worth its loss."""
 ROUNDS = 100
 """Meetings below which a run that meets rarely ends with a higher loss (Douillard et al. 2025)."""
 HARMLESS = 16
