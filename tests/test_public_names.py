@@ -23,6 +23,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_names_are_these_and_no_others() -> None:
     assert slipstream.__all__ == [
         "Checkpoints",
+        "HangError",
         "Session",
         "SlipstreamError",
         "Strategy",

@@ -17,7 +17,7 @@ from slipstream.version import __version__
 
 if TYPE_CHECKING:
     from slipstream.checkpoint.checkpoints import Checkpoints as Checkpoints
-    from slipstream.errors import SlipstreamError as SlipstreamError
+    from slipstream.errors import HangError as HangError, SlipstreamError as SlipstreamError
     from slipstream.session.accelerate import accelerate as accelerate, data_share as data_share
     from slipstream.session.checkpoint_file import (
         read_checkpoint as read_checkpoint,
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Checkpoints": "slipstream.checkpoint.checkpoints",
+    "HangError": "slipstream.errors",
     "Session": "slipstream.session.session",
     "SlipstreamError": "slipstream.errors",
     "Strategy": "slipstream.strategy",
@@ -39,6 +40,7 @@ _HOMES = {
 
 __all__ = [
     "Checkpoints",
+    "HangError",
     "Session",
     "SlipstreamError",
     "Strategy",

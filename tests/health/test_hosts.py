@@ -11,7 +11,7 @@ from slipstream.health.diagnosis import Diagnosis
 from slipstream.health.facts import HostFacts
 from slipstream.health.files import HostFiles
 from slipstream.health.judge import HOST_CHECKS, judge_host
-from slipstream.health.read import read_host
+from slipstream.health.read import IPC_LOCK, read_host
 from tests.health.machines import (
     BRIDGES,
     LIMITS,
@@ -397,3 +397,13 @@ def test_this_host_is_read() -> None:
     assert "127.0.0.1" in {a for one in facts.interfaces for a in one.addresses}
     assert {found.check for found in judge_host(facts)} >= {"load", "open files", "RDMA"}
     assert all(re.search(r"\w", found.read) for found in judge_host(facts))
+
+
+@pytest.mark.parametrize(("bit", "limit"), [(IPC_LOCK, None), (IPC_LOCK - 1, 65536)])
+def test_the_limit_of_locked_memory_does_not_count_with_the_capability(
+    bit: int, limit: int | None, tmp_path: Path
+) -> None:
+    status = with_gpus()["proc/self/status"] + f"\nCapEff:\t{1 << bit:016x}"
+    limits = LIMITS.format(open_files=65536, memlock=65536)
+    changed = {"proc/self/status": status, "proc/self/limits": limits}
+    assert read(tmp_path, with_gpus(), changed).memlock == limit

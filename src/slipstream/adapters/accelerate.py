@@ -136,9 +136,10 @@ class Accelerator(accelerate.Accelerator):
         loss = loss / self.gradient_accumulation_steps
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        # a pass that no step follows: its gradients stay here until the next one, as under
-        # accumulate(); Trainer ends a pass over a stream without a length so
-        with nullcontext() if self.sync_gradients else session.no_sync():
+        # Trainer ends a pass over a stream without a length so: gradients that no step follows are
+        # averaged, and add up to the next ones; with a codec they stay here until then
+        stay = not self.sync_gradients and session.strategy.gradients.codec is not None
+        with session.no_sync() if stay else nullcontext():
             session.backward(loss, **named)
 
     @contextmanager

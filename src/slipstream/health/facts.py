@@ -132,7 +132,7 @@ class HostFacts(FrozenModel):
         default_route: the interface of the way to everywhere; empty: none.
         resolved: address of the host's own name, where gloo listens unless it is told otherwise;
             empty: none.
-        memlock, open_files: soft limits; None: unlimited.
+        memlock, open_files: soft limits; None: unlimited, as it is with the capability IPC_LOCK.
         shm: bytes of ``/dev/shm``.
         load: processes that wanted to run, the mean of the last minute.
         cpus: that this process may use.

@@ -219,8 +219,8 @@ def retries(facts: HostFacts) -> Iterator[Verdict]:
 
 @health_check(
     "locked memory",
-    reads="`Max locked memory` in `/proc/self/limits`",
-    healthy="unlimited, where there is an RDMA device",
+    reads="`Max locked memory` in `/proc/self/limits`, and `CapEff` in `/proc/self/status`",
+    healthy="unlimited, or the capability IPC_LOCK, where there is an RDMA device",
     effect="64 or 8192 KB: registering memory fails (ibv_reg_mr, ENOMEM)",
     fix="ulimit -l unlimited (memlock in /etc/security/limits.conf, LimitMEMLOCK=infinity of a "
     "service); docker run --ulimit memlock=-1 --cap-add IPC_LOCK --device /dev/infiniband",

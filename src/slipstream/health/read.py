@@ -22,6 +22,8 @@ from slipstream.health.network import default_route, read_interfaces
 from slipstream.version import __version__
 
 KILOBYTE = 1024
+IPC_LOCK = 14
+"""The number of this capability."""
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
@@ -53,7 +55,7 @@ def read_host(files: HostFiles, nccl_log: NcclLog | None = None) -> HostFacts:
         interfaces=read_interfaces(files),
         default_route=default_route(files),
         resolved=resolved[0] if resolved else "",
-        memlock=_limit(limits, "Max locked memory"),
+        memlock=None if _may_lock(files) else _limit(limits, "Max locked memory"),
         open_files=_limit(limits, "Max open files"),
         shm=_shm(files),
         load=float(load[0]) if load else None,
@@ -91,6 +93,12 @@ def _limit(text: str, name: str) -> int | None:
     """The soft limit of this name; None: unlimited, or not told."""
     match = re.search(rf"^{name}\s+(\d+)", text, re.MULTILINE)
     return int(match[1]) if match else None
+
+
+def _may_lock(files: HostFiles) -> bool:
+    """Whether the limit of locked memory does not count, by the capability IPC_LOCK."""
+    effective = _status(files, "CapEff")
+    return bool(re.fullmatch("[0-9a-f]+", effective)) and int(effective, 16) >> IPC_LOCK & 1 == 1
 
 
 def _shm(files: HostFiles) -> int | None:
