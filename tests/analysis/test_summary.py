@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from slipstream.analysis.breakdown import IterationParts, TypicalIteration
 from slipstream.analysis.summary import document, summary
 from slipstream.analysis.tables import PARTS, rank_table
 from slipstream.analysis.time_unit import TimeUnit
+from slipstream.errors import TraceError
 from slipstream.trace.event import Event, Trace
 from slipstream.trace.timeline import timeline
 from tests.harness.traces import by_hand, many, random_traces
@@ -190,3 +192,20 @@ def test_a_bare_trace_can_be_shown():
 )
 def test_units_fit_the_largest_time(seconds, name):
     assert TimeUnit.of(seconds).name == name
+
+
+def test_a_predicted_trace_counts_the_ranks_that_it_does_not_hold():
+    trace = Training(ranks=2).trace
+    many = replace(trace, meta={**trace.meta, "world_size": 512})
+    assert "2 of 512 ranks" in _shown(many)
+    rate = document(trace)["samples_per_second"]
+    assert document(many)["samples_per_second"] == pytest.approx(256 * rate)
+
+
+def test_a_baseline_of_another_model_is_refused():
+    one, other = (
+        replace(run, meta={**run.meta, "model": name})
+        for run, name in ((Training(ranks=4).trace, "GPT-2"), (Training(ranks=1).trace, "BERT"))
+    )
+    with pytest.raises(TraceError, match="of the model BERT, the trace of GPT-2"):
+        document(one, baseline=other)

@@ -128,6 +128,13 @@ def test_a_missing_script_is_found_before_anything_runs(scale) -> None:
     assert not Path("out").exists()
 
 
+def test_ranks_that_meet_rarely_are_not_measured_by_single_iterations(scale) -> None:
+    Path("local.yaml").write_text("local: {steps: 16}")
+    code, _, err = scale(TRAIN, "--strategy", "local.yaml")
+    assert code == 2
+    assert "--strategy with local" in err
+
+
 def test_a_folder_that_cannot_be_made_is_named_with_the_option(scale) -> None:
     code, _, err = scale(TRAIN, "--folder", "train.py")
     assert code == 2

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slipstream.cluster import _agent, launcher
 from slipstream.cluster._ends import End, Ends
 from slipstream.cluster._logs import LONGEST_START, _Tail, last_traceback
 from slipstream.cluster.launcher import LaunchSpec, RankFailure, blame
 from slipstream.errors import LaunchError
+from tests.harness.ranks import free_port
 
 TWO_NODES = {"nnodes": 2, "rdzv_endpoint": "node0:29500"}
 
@@ -117,6 +121,7 @@ BLAMED: dict[str, tuple[list[Ended], int, int, bool]] = {
         [(0, 1, 1.0, PEER_LEFT), (1, -15, 2.0, ""), (1, 0, 1.5, "")],
         *(1, 1, False),
     ),
+    "who was stopped, not who was done": ([(0, 0, 1.0, ""), (1, -15, 2.0, "")], 1, 143, False),
     "not who left for it": ([(0, 1, 1.0, PEER_LEFT), (1, 0, 1.5, PEER_LEFT)], 0, 1, True),
     "nobody here": ([(0, 1, 2.0, PEER_LEFT), (1, 1, 1.0, PEER_LEFT)], 1, 1, True),
 }
@@ -187,3 +192,54 @@ def test_nothing_is_copied_to_a_stdout_that_is_closed(
     tail = _Tail(tmp_path / "rank0.log")
     tail._take(b"one\n")
     tail.stop(failed=False)
+
+
+def test_what_a_pipe_takes_later_is_copied_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parent has made its pipe non-blocking, which is full for a while."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    taken: list[bytes] = []
+
+    def read() -> None:
+        time.sleep(0.3)
+        while piece := os.read(reader, 4096):
+            taken.append(piece)
+
+    lines = [f"line {number:04}\n".encode() * 400 for number in range(60)]
+    thread = threading.Thread(target=read)
+    with os.fdopen(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        tail = _Tail(tmp_path / "rank0.log")
+        thread.start()
+        for line in lines:
+            tail._take(line)
+        tail.stop(failed=False)
+    thread.join()
+    os.close(reader)
+    assert b"".join(taken) == b"".join(lines)
+
+
+def test_a_node_that_is_one_too_many_is_told_that_the_run_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Agent:
+        def run(self) -> None:
+            """Returns nothing, as torch's does for a node that was one too many (2.13)."""
+
+    class Meeting:
+        def shutdown(self) -> None:
+            pass
+
+    monkeypatch.setattr(_agent, "NodeMeeting", lambda *_: Meeting())
+    monkeypatch.setattr(_agent, "_agent", lambda *_: Agent())
+    (tmp_path / "train.py").touch()
+    spec = LaunchSpec(
+        script=str(tmp_path / "train.py"),
+        nnodes=2,
+        rdzv_endpoint=f"127.0.0.1:{free_port()}",
+        log_dir=tmp_path / "logs",
+    )
+    with pytest.raises(LaunchError, match="has ended"):
+        launcher.run(spec)

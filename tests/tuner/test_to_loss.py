@@ -181,3 +181,16 @@ def test_mistakes_are_said_after_the_first_run_at_the_latest() -> None:
         Script(fails="").tuner().tune()
     with pytest.raises(LaunchError, match=r"--steps 12: too few updates.*allowed: 40 or more"):
         check_updates(12)
+
+
+def test_measured_losses_are_kept_where_nothing_can_be_predicted() -> None:
+    def nothing(trace: Trace, base: Strategy) -> Sequence[Prediction]:
+        raise LaunchError("the network could not be measured")
+
+    script = Script()
+    tuner = script.tuner()
+    tuner.predict = nothing
+    tuned = tuner.tune()
+    assert len(script.runs) == 2
+    assert "nothing else was tried: the network could not be measured" in tuned.verdict
+    assert len(tuned.calibration.runs) == 1

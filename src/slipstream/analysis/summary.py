@@ -22,6 +22,7 @@ from slipstream.analysis.operators import typical_operators
 from slipstream.analysis.stages import typical_stages
 from slipstream.analysis.stragglers import stragglers
 from slipstream.analysis.throughput import compute_share, samples_per_second, scaling_efficiency
+from slipstream.errors import TraceError
 from slipstream.trace.event import Trace
 from slipstream.trace.timeline import Iteration, timeline
 
@@ -55,7 +56,8 @@ def summary(
     """
     iterations = timeline(trace.events)
     typical = typical_iteration(iterations, rank)
-    words = [_headline(trace.meta, typical), _speed(typical, _throughput(iterations, baseline))]
+    rates = _throughput(trace, iterations, baseline)
+    words = [_headline(trace.meta, typical), _speed(typical, rates)]
     words += [data] if (data := _data(iterations)) is not None else []
     drawing = ascii_timeline(_example(iterations, typical))
     pieces: list[Table | Text] = [*words, drawing, tables.parts_table(typical)]
@@ -90,7 +92,7 @@ def document(
         "meta": trace.meta,
         "iterations": typical.iterations,
         "compute_share": compute_share(typical),
-        **_throughput(iterations, baseline),
+        **_throughput(trace, iterations, baseline),
         "queue": read and read._asdict(),
         "idle": idle_share(iterations),
         "ranks": {str(rank): asdict(parts) for rank, parts in typical.ranks.items()},
@@ -135,11 +137,28 @@ def _parallel_words(settings: Mapping[str, Any]) -> Iterator[str]:
         yield f"pipeline of {ranks} ranks, {pipeline['schedule']}, {parts} micro-batches"
 
 
-def _throughput(iterations: Sequence[Iteration], baseline: Trace | None) -> dict[str, float | None]:
-    """Samples a second of all ranks, and the efficiency against one rank."""
-    one = baseline and timeline(baseline.events)
-    efficiency = scaling_efficiency(iterations, one) if one else None
-    return {"samples_per_second": samples_per_second(iterations), "scaling_efficiency": efficiency}
+def _throughput(
+    trace: Trace, iterations: Sequence[Iteration], baseline: Trace | None
+) -> dict[str, float | None]:
+    """Samples a second of all ranks, of which a predicted trace holds some, and the efficiency
+    against one rank.
+
+    Raises:
+        TraceError: the baseline is of another model.
+    """
+    rate, efficiency = samples_per_second(iterations), None
+    if rate is not None:
+        held = len({iteration.rank for iteration in iterations})
+        rate *= int(trace.meta.get("world_size") or held) / held
+    if baseline is not None:
+        names = [run.meta.get("model") for run in (trace, baseline)]
+        if None not in names and names[0] != names[1]:
+            raise TraceError(
+                f"the baseline is of the model {names[1]}, the trace of {names[0]}; record the "
+                "same training on one rank: slipstream launch --nproc 1"
+            )
+        efficiency = scaling_efficiency(iterations, timeline(baseline.events))
+    return {"samples_per_second": rate, "scaling_efficiency": efficiency}
 
 
 def _speed(typical: TypicalIteration, throughput: Mapping[str, float | None]) -> Text:
@@ -166,7 +185,9 @@ def _data(iterations: Sequence[Iteration]) -> Text | None:
 def _headline(meta: Mapping[str, Any], typical: TypicalIteration) -> Text:
     """Model, ranks, hosts, iterations, strategy, what is fused, clock error, as far as known."""
     words = [str(meta["model"])] if "model" in meta else []
-    words.append(_count(len(typical.ranks), "rank"))
+    held = len(typical.ranks)
+    world = int(meta.get("world_size") or held)
+    words.append((f"{held} of " if held < world else "") + _count(world, "rank"))
     if meta.get("hosts"):
         words[-1] += f" on {_count(len(set(meta['hosts'])), 'host')}"
     words.append(_count(typical.iterations, "iteration"))

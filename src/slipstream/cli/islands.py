@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from slipstream.cli.ranks import slipstream, threads_per_rank
+from slipstream.cli.ranks import make_log_folder, slipstream, threads_per_rank
 from slipstream.cli.store import open_store
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.cluster.listen import TOKEN, new_token, run_token
@@ -133,6 +133,7 @@ def run_islands(
             f"--islands {count} needs a --strategy that says where they meet, e.g. "
             'local: {steps: 16, rendezvous: {store: "localhost:29400", at_least: 2}}'
         )
+    make_log_folder(log_dir, "choose another place by --log-dir")
     host, _, port = local.rendezvous.store.rpartition(":")
     token = run_token() or new_token()
     keeper = open_store(int(port), host.strip("[]"), token)

@@ -33,7 +33,7 @@ from slipstream.cli.ranks import (
     threads_per_rank,
 )
 from slipstream.cluster.launcher import LaunchSpec
-from slipstream.errors import LaunchError
+from slipstream.errors import LaunchError, StrategyError
 from slipstream.files.write import write_whole
 from slipstream.strategy import Strategy
 from slipstream.trace.event import Trace
@@ -89,6 +89,12 @@ def scale(
     """
     refuse_launcher("slipstream scale --ranks 1,2,4 -- train.py")
     counts, base = parse_ranks(ranks), Strategy.load(strategy)
+    if base.local is not None:
+        raise StrategyError(
+            "--strategy with local: a run measures single iterations, of which few exchange "
+            "anything there, if any; time whole rounds in the loop itself, also under slipstream "
+            "testbed run"
+        )
     folder = folder or log_folder("scale-")
     words = [script, *(args or [])]
     LaunchSpec(script=script, log_dir=folder)  # checks that the script exists
@@ -110,8 +116,11 @@ def scale(
         "unit": f"{unit}/s",
         "points": [asdict(point) for point in points],
     }
-    write_whole(folder / "scale.json", json.dumps(document, indent=2) + "\n")
     Console().print(_table(points, unit), plot(points), *_remarks(points, unit), sep="\n")
+    try:
+        write_whole(folder / "scale.json", json.dumps(document, indent=2) + "\n")
+    except OSError as error:
+        raise LaunchError(f"{folder / 'scale.json'} cannot be written: {error.strerror}") from error
     console.print(Text(f"numbers: {folder / 'scale.json'}; traces beside it"), soft_wrap=True)
 
 

@@ -197,6 +197,7 @@ def _board(meet: str | None, hosts: int, host_rank: int) -> Board | None:
     if meet is None or hosts == 1:
         return None
     address, _, port = meet.rpartition(":")
+    address = address.strip("[]")  # of IPv6
     if not address or not port.isdecimal() or not 0 < int(port) < 65536:
         raise LaunchError(f"--meet {meet!r} is not HOST:PORT, e.g. node0:29700")
     prefix = f"slipstream/watch/{listen.digest(listen.run_token())}"

@@ -69,6 +69,7 @@ def run_ranks(
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
     host, _, port = meets.endpoint.rpartition(":")
@@ -89,7 +90,9 @@ def run_ranks(
     agent = _agent(spec, logs, None if fixed else meeting, on_restart)
     by_signal = False
     try:
-        result = agent.run()
+        result: RunResult | None = agent.run()
+        if result is None:  # torch's word for a node that was one too many, once the run is over
+            raise RendezvousClosedError("the run has ended without this node")
         if result.is_failed():
             raise ChildFailedError(argv[0], result.failures)
     except SignalException:

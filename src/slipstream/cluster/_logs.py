@@ -185,11 +185,16 @@ class _Tail(threading.Thread):
         if sys.stdout is None:  # closed before this process began
             return
         try:
-            sys.stdout.buffer.write(data)
-            sys.stdout.buffer.flush()
-        except BlockingIOError as error:  # a parent made it so
-            os.set_blocking(sys.stdout.fileno(), True)
-            self._copy(data[error.characters_written :])
+            try:
+                sys.stdout.buffer.write(data)
+            except BlockingIOError as error:  # a parent made it so
+                os.set_blocking(sys.stdout.fileno(), True)
+                sys.stdout.buffer.write(data[error.characters_written :])
+            try:
+                sys.stdout.buffer.flush()
+            except BlockingIOError:  # which says of no byte whether it was written
+                os.set_blocking(sys.stdout.fileno(), True)
+                sys.stdout.buffer.flush()
         except OSError as error:
             with open(os.devnull, "wb") as nowhere:  # what is left is not tried again at the end
                 os.dup2(nowhere.fileno(), sys.stdout.fileno())

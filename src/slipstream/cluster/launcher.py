@@ -327,7 +327,8 @@ def blame(ends: Sequence[End]) -> RankFailure:
     own = [end for end in failed if end.rank not in missing]
     quiet = missing | {end.rank for end in own}
     left = [end for end in ends if end.returncode == 0 and end.rank not in quiet and failed]
-    first = min(own or left or failed or ends, key=lambda end: end.time)
+    stopped = [end for end in ends if end.returncode]
+    first = min(own or left or failed or stopped or ends, key=lambda end: end.time)
     if first in left and _last_error(Path(first.log), 0):  # stopped while it was ending by that
         first = replace(first, returncode=1)
     lost = not own and not left and bool(failed)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from slipstream.codecs.compressor import any_infinite, is_dense, is_finite, memory_order, parts
-from slipstream.gradients.messages import gradient_taken
+from slipstream.gradients.messages import gradient_came_late, gradient_taken
 from slipstream.transport import sparse
 from slipstream.transport.requests import AllReduce, ExchangeSteps, Request
 
@@ -97,7 +97,8 @@ class DenseBucket(Bucket):
 
     ``parameter.grad`` becomes a view of the flat tensor in the parameter's memory format. Where
     gradients travel in another dtype, it becomes a view of a second flat tensor, into which
-    averages are copied back, and which holds old values until then. (Letting autograd allocate
+    averages are copied back, and which holds old values until then. Between ``fill`` and ``finish``
+    it is None, so that no hook of the script changes what is on its way. (Letting autograd allocate
     gradients anew in every step costs more than that copy.) Large gradients are copied one by one
     while they are in the cache; small ones all at once, in a quarter of the calls.
 
@@ -166,7 +167,7 @@ class DenseBucket(Bucket):
         if not self._small:
             view, gradient = self._views[slot], self._gradient(slot)
             scale_into(view, gradient, scale)
-            self.parameters[slot].grad = self._grads[slot]
+            self.parameters[slot].grad = None  # it is on its way
         self._filled.add(slot)
 
     def complete(self, scale: torch.Tensor) -> None:
@@ -207,7 +208,7 @@ class DenseBucket(Bucket):
             torch._foreach_copy_(views, gradients)
             self.flat.mul_(scale)
         for slot in used:
-            self.parameters[slot].grad = self._grads[slot]
+            self.parameters[slot].grad = None
 
     def _gradient(self, slot: int) -> torch.Tensor:
         """The gradient, dense, with as many axes as its view of the flat tensor."""
@@ -228,8 +229,12 @@ class DenseBucket(Bucket):
         if self._unused:
             used = self._flags.real.tolist() if self._flags.is_complex() else self._flags.tolist()
             absent = {slot for slot in self._unused if not used[slot]}
-        for slot in range(len(self.parameters)) if self._copies_back else self._unused:
-            self.parameters[slot].grad = None if slot in absent else self._grads[slot]
+        for slot, (parameter, gradient) in enumerate(
+            zip(self.parameters, self._grads, strict=True)
+        ):
+            if parameter.grad is not None:
+                raise gradient_came_late(f"a parameter of shape {tuple(parameter.shape)}")
+            parameter.grad = None if slot in absent else gradient
         present = [slot for slot in range(len(self.parameters)) if slot not in absent]
         if self._copies_back and present:
             torch._foreach_copy_(

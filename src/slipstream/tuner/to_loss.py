@@ -24,7 +24,7 @@ from math import sqrt
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from slipstream.errors import LaunchError, StrategyError, TraceError
+from slipstream.errors import LaunchError, SlipstreamError, StrategyError, TraceError
 from slipstream.planner.progress.calibration import (
     LossCalibration,
     LossRun,
@@ -126,7 +126,12 @@ class LossTuner:
         calibration = calibration.model_copy(update={"noise": noise, "cosine": cosine})
         self.doing("predicting")
         left_out = 0
-        for one in self._promising(self.predict(first.trace, self.base)):
+        untried = ""
+        try:
+            predictions = self.predict(first.trace, self.base)
+        except SlipstreamError as error:  # the losses that were measured are kept
+            predictions, untried = [], f"; nothing else was tried: {error}"
+        for one in self._promising(predictions):
             if self._left() < RUN_RESERVE * first.wall:
                 log.note(one.strategy, one, None, "the budget ended before it")
                 left_out += 1
@@ -149,6 +154,7 @@ class LossTuner:
         strategy, words = verdict(found, self.base)
         if left_out:
             words += f"; the budget ended before {left_out} more: a larger --budget tries them"
+        words += untried
         trials = log.result(strategy, words).trials
         return TunedToLoss(self.loss, strategy, words, tuple(found), calibration, trials, paired)
 

@@ -163,8 +163,8 @@ def tune(
         left = f"; the trials so far are in {log}" if _changed(log) != before else ""
         console.print(Text(f"stopped: no strategy was written{left}"), soft_wrap=True)
         raise
-    write_strategy(found.strategy, output)
     _show(found, losses, {"strategy": output, "trials": log, "their logs": folder})
+    write_strategy(found.strategy, output)  # last: a disk may be full
 
 
 def _changed(file: Path) -> int | None:
@@ -180,8 +180,11 @@ def _predict(
 
 def _notify(log: Path, display: Display, done: Sequence[Trial]) -> None:
     """Write all trials, and show the last one."""
-    write_whole(log, json.dumps([asdict(trial) for trial in done], indent=1))
     display.show(done[-1])
+    try:
+        write_whole(log, json.dumps([asdict(trial) for trial in done], indent=1))
+    except OSError as error:  # what is measured goes on
+        console.print(Text(f"{log} cannot be written: {error.strerror}"), soft_wrap=True)
 
 
 def _show(found: Tuned | TunedToLoss, losses: Path, files: dict[str, Path]) -> None:
@@ -287,8 +290,8 @@ def _start(strategy: Strategy) -> Strategy:
     if strategy.local is not None:
         raise StrategyError(
             "--strategy with local: trials compare single iterations, of which few exchange "
-            "anything there; start from a strategy without it, and measure this one by `slipstream "
-            "scale`, or let it choose its own settings by local: auto"
+            "anything there; start from a strategy without it, or let it choose its own settings "
+            "by local: auto"
         )
     gradients = strategy.gradients
     fixed: dict[str, object] = {}

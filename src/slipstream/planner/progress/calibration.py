@@ -102,8 +102,16 @@ class LossCalibration(_Value):
         raise TraceError(f"{path}: {problem}. Give the file of losses that `{MADE_BY}` writes.")
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
-        write_whole(path, self.model_dump_json(indent=1) + "\n")
+        """Write it as JSON.
+
+        Raises:
+            TraceError: the file cannot be written.
+        """
+        try:
+            write_whole(path, self.model_dump_json(indent=1) + "\n")
+        except OSError as error:
+            problem = f"{path}: cannot be written: {error.strerror}; choose another file"
+            raise TraceError(problem) from error
 
 
 def mathematics(strategy: Strategy) -> str:
