@@ -5,10 +5,12 @@ The store at which they meet is in this process, and outlives both.
 
 from __future__ import annotations
 
-import threading
+import io
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
@@ -83,19 +85,25 @@ def parameters(join_timeout: int) -> RendezvousParameters:
     return RendezvousParameters("c10d", endpoint, "run", 2, 2, **more)
 
 
+class Said(io.StringIO):
+    """Opens the store once somebody has said that it is not there."""
+
+    store: Any = None
+
+    def write(self, text: str) -> int:
+        if self.store is None and "nobody is at 127.0.0.1:" in text:
+            self.store = open_store("127.0.0.1", int(text.split("127.0.0.1:")[1].split()[0]))
+        return super().write(text)
+
+
 def test_a_node_waits_for_the_first_one_as_long_as_any_may_join(
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    meets = parameters(join_timeout=60)
-    port = int(meets.endpoint.rpartition(":")[2])
-    opened = []
-    late = threading.Timer(2.5, lambda: opened.append(open_store("127.0.0.1", port)))
-    late.start()
-    _, store = found_backend(meets)
-    late.join()
+    said = Said()
+    monkeypatch.setattr(sys, "stderr", said)
+    _, store = found_backend(parameters(join_timeout=60))
     store.set("met", "here")
-    assert opened[0].get("met") == b"here"
-    assert f"nobody is at {meets.endpoint} yet" in capsys.readouterr().err
+    assert said.store.get("met") == b"here"
 
 
 def test_a_node_does_not_wait_for_ever() -> None:

@@ -398,3 +398,37 @@ def skipped_update() -> tuple[int, int]:
 
 def test_an_update_that_the_script_skips_leaves_no_momentum(two) -> None:
     assert two.run(skipped_update) == [(3, 1)] * 2
+
+
+def joined_with_momentum() -> str:
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    hook = DdpCodec(ddp, "dgc", optimizer=optimizer)
+    ddp.register_comm_hook(hook, codec_hook)
+    try:
+        with pytest.raises(UsageError) as caught, ddp.join():
+            ddp(torch.ones(2, 4))
+    finally:
+        hook.close()
+    return str(caught.value)
+
+
+def test_momentum_of_ranks_that_join_is_refused(two) -> None:
+    for said in two.run(joined_with_momentum):
+        assert "the codec dgc under ddp.join()" in said
+
+
+def owed_in_half() -> bool:
+    """Gradients in fp16 whose part of a mean has no place there."""
+    ddp = DistributedDataParallel(nn.Linear(64, 64, bias=False).half())
+    hook = DdpCodec(ddp, "topk", loss_scale=lambda: 1024.0)
+    ddp.register_comm_hook(hook, codec_hook)
+    ddp(torch.full((1, 64), 3e-5).half()).sum().backward()
+    state: Any = hook.state_dict()
+    owed = [value for one in state["codec"].values() for value in one.values()]
+    hook.close()
+    return any(bool(value.any()) for value in owed)
+
+
+def test_a_scale_is_undone_before_rounding(two) -> None:
+    assert two.run(owed_in_half) == [True, True]

@@ -211,3 +211,25 @@ def reloaded() -> str:
 def test_a_state_of_the_optimizer_alone_does_not_bring_the_momentum_back(two) -> None:
     for text in two.run(reloaded):
         assert "session.load_state_dict(state)" in text
+
+
+def extended() -> str:
+    """Progressive unfreezing: layers come to the optimizer's group later."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)
+    with slipstream.accelerate(model, optimizer, None, {"gradients": {"codec": "dgc"}}) as session:
+        session.backward(model(torch.ones(2, 4)).mean())
+        session.step()
+        optimizer.param_groups[0]["params"].extend(model[0].parameters())
+        session.backward(model(torch.ones(2, 4)).mean())
+        with pytest.raises(UsageError) as caught:
+            session.step()
+        optimizer.param_groups[0]["params"][2:] = []
+        session.step()
+    return str(caught.value)
+
+
+def test_parameters_that_come_to_a_group_later_are_refused(two) -> None:
+    for said in two.run(extended):
+        assert "to which gradients.codec dgc applies no momentum" in said

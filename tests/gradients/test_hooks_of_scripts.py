@@ -4,6 +4,7 @@ them, whenever they were registered and however gradients travel."""
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import slipstream
-from slipstream.errors import UsageError
+from slipstream.errors import SlipstreamError, UsageError
 from tests.harness.ranks import Ranks
 
 WIDTHS = {"copied together": 8, "copied one by one": 180}
@@ -103,3 +104,41 @@ def test_a_hook_that_takes_the_gradient_is_refused(
 ) -> None:
     for text in two.run(taken, WIDTHS[size], transport, first):
         assert "has no gradient at the end of its backward: a hook" in text
+
+
+def changed_by_a_module(width: int, overlap: bool) -> tuple[str, list[torch.Tensor]]:
+    """A hook of a layer triples its gradients, once they have accumulated."""
+    model, optimizer = build(width)
+
+    def triple_all(layer: nn.Module, *_: Any) -> None:
+        for parameter in layer.parameters():
+            now = parameter.grad
+            parameter.grad = torch.ones_like(parameter) if now is None else 3 * now
+
+    for layer in (model[1], model[2]):  # type: ignore[index]
+        layer.register_full_backward_hook(triple_all)
+    strategy = {"gradients": {"overlap": overlap, "split": "per_gradient"}}
+    session = slipstream.accelerate(model, optimizer, None, strategy)
+    said = ""
+    try:
+        for step in range(3):
+            session.backward(loss_of(model, dist.get_rank(), step))
+            session.step()
+    except UsageError as error:
+        said = str(error)
+    with suppress(SlipstreamError):
+        session.close()
+    return said, [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
+def test_what_a_hook_of_a_layer_sets_too_late_is_refused(two: Ranks, width: int) -> None:
+    for said, _ in two.run(changed_by_a_module, width, True):
+        assert "was set in backward after its own hooks had run" in said
+        assert "overlap: false" in said
+
+
+def test_without_overlap_hooks_of_layers_change_gradients(two: Ranks) -> None:
+    (said, first), (also, second) = two.run(changed_by_a_module, 8, False)
+    assert said == also == ""
+    assert all(map(torch.equal, first, second))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import MultiStepLR
 
 import slipstream
-from slipstream.errors import NonFiniteError
+from slipstream.errors import NonFiniteError, SlipstreamError, UsageError
 from tests.harness.ranks import Ranks
 from tests.session.test_habits import batches, loss_of, model_of
 
@@ -190,3 +191,92 @@ def infinite_for_the_second(*, first: bool) -> str:
 def test_an_optimizer_without_a_scaler_makes_no_infinite_step(two: Ranks, first: bool) -> None:
     for text in two.run(partial(infinite_for_the_second, first=first)):
         assert "the gradient of 2.weight is infinite or NaN" in text
+
+
+def head_alone(codec: str) -> tuple[float, list[torch.Tensor]]:
+    """A scaler, one overflow, and an optimizer that holds the head; the rest is not frozen."""
+    model, scaler = model_of(), torch.amp.GradScaler("cpu", init_scale=8.0)
+    head = two_of(model)[1]
+    moved = []
+    with slipstream.accelerate(
+        model, head, strategy={"gradients": {"codec": codec, "split": "single"}}
+    ) as session:
+        for number, batch in enumerate(batches()[:4]):
+            loss = loss_of(model, batch[session.rank])
+            extra = infinite(model, 0) if number == 1 else 0.0
+            session.backward(scaler.scale(loss + extra))
+            scaler.step(head)
+            scaler.update()
+            head.zero_grad()
+            moved.append(head.param_groups[0]["params"][0].detach().clone())
+    return scaler.get_scale(), moved
+
+
+def test_an_overflow_of_what_the_optimizer_does_not_hold_ends_no_training(two: Ranks) -> None:
+    for scale, moved in two.run(head_alone, "int8"):
+        assert scale == 4.0
+        assert all(one.isfinite().all() for one in moved)
+        assert torch.equal(moved[0], moved[1])
+        assert not torch.equal(moved[1], moved[2])
+
+
+TOPK = {"gradients": {"codec": "topk"}}
+
+
+def combined(strategy: dict[str, Any], replaces: bool) -> str:
+    """The averages of two losses, read one after the other, and combined."""
+    model = model_of()
+    optimizer = two_of(model)[0]
+    session = slipstream.accelerate(model, optimizer, strategy=strategy)
+    read = []
+    for batch in batches()[:2]:
+        optimizer.zero_grad()
+        session.backward(loss_of(model, batch[session.rank]))
+        read.append([p.grad.clone() for p in optimizer.param_groups[0]["params"]])
+    if replaces:
+        pairs = zip(*read, strict=True)
+        for p, grads in zip(optimizer.param_groups[0]["params"], pairs, strict=True):
+            p.grad = torch.stack(grads).mean(0)
+    said = ""
+    try:
+        session.step()
+    except UsageError as error:
+        said = str(error)
+    with suppress(SlipstreamError):
+        session.close()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("strategy", "replaces", "refused"),
+    [(TOPK, True, True), (TOPK, False, False), ({"gradients": {"codec": "half"}}, True, False)],
+    ids=["owed", "the last pass alone", "nothing owed"],
+)
+def test_combined_averages_are_refused_under_a_codec_that_owes(
+    two: Ranks, strategy: dict[str, Any], replaces: bool, refused: bool
+) -> None:
+    for said in two.run(combined, strategy, replaces):
+        assert ("averages of an earlier one were zeroed" in said) == refused
+
+
+def thrown_away(steps: bool) -> list[torch.Tensor]:
+    """A batch whose gradients the script zeroes, before a step or without one."""
+    model = model_of()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with slipstream.accelerate(model, optimizer, strategy=TOPK) as session:
+        for number, batch in enumerate(batches()):
+            loss = loss_of(model, batch[session.rank])
+            if number == 1:
+                session.backward(100 * loss)
+                optimizer.zero_grad()
+                if steps:
+                    session.step()
+                continue
+            session.backward(loss)
+            session.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def test_a_codec_forgets_a_batch_that_was_thrown_away(two: Ranks) -> None:
+    for one, other in zip(two.run(thrown_away, True), two.run(thrown_away, False), strict=True):
+        assert all(map(torch.equal, one, other))

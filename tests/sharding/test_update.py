@@ -404,3 +404,21 @@ def test_a_state_that_other_ranks_lack_is_refused(two: Ranks) -> None:
 
 def test_a_promise_lets_an_unknown_optimizer_in(two: Ranks) -> None:
     two.run(with_own_optimizer)
+
+
+def stepped_twice() -> str:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = {"gradients": {"transport": "sharded"}}
+    with slipstream.accelerate(model, optimizer, None, strategy) as session:
+        session.backward(model(batch(0, session.rank)).square().mean())
+        optimizer.step()
+        with pytest.raises(UsageError) as caught:
+            optimizer.step()
+        optimizer.zero_grad()
+    return str(caught.value)
+
+
+def test_a_second_step_with_gradients_that_are_gone_is_refused(two: Ranks) -> None:
+    for said in two.run(stepped_twice):
+        assert "which the last step has used" in said

@@ -102,12 +102,19 @@ class MomentumWatch:
     def _step_ends(self, *_: object) -> None:
         self.settle(used=self._are_there)
 
-    def _forward_begins(self, *_: object) -> None:
+    def _forward_begins(self, ddp: nn.Module, *_: object) -> None:
         """Refuse to add to averages.
 
         Raises:
-            UsageError: they are still there.
+            UsageError: they are still there; or ranks may leave before others.
         """
+        joins: Any = getattr(ddp, "_join_config", None)  # torch's own
+        if joins is not None and joins.enable:
+            raise UsageError(
+                "the codec dgc under ddp.join(): a rank that has joined makes no step, so its "
+                "momentum would be another one's; give all ranks as many batches, or use another "
+                "codec"
+            )
         if not self._averages or not torch.is_grad_enabled():
             return
         left = [p for p, _, _ in self._averages if p.grad is not None and bool(p.grad.any())]

@@ -29,6 +29,7 @@ from slipstream.ddp._checks import checked, nonfinite_gradients, other_parameter
 from slipstream.ddp._groups import Arrived, Backward, BucketGroup, Routes, grouped, real_row
 from slipstream.ddp._momentum import MomentumWatch
 from slipstream.errors import ExchangeError, ModelError, UsageError
+from slipstream.gradients.buckets import scale_into
 from slipstream.gradients.compressed import (
     CodecStates,
     CompressionPlan,
@@ -239,7 +240,7 @@ class DdpCodec:
         sizes = [row.numel() for row in rows]
         *pieces, padding = group.values.split([*sizes, group.values.numel() - sum(sizes)])
         for row, piece in zip(rows, pieces, strict=True):
-            torch.mul(row, 1.0 / self._ranks.count / loss_scale, out=piece)
+            scale_into(piece, row, 1.0 / self._ranks.count / loss_scale)
         padding.zero_()
         if group.codec is None:
             yield AllReduce(group.values)

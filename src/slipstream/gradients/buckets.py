@@ -45,6 +45,7 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
 class Bucket(ABC):
     """Gradients that travel together: ``fill`` one by one, ``complete``, exchange, ``finish``."""
 
+    parameters: list[nn.Parameter]
     may_overflow = False
     """Whether gradients travel as fp16: finite ones may have an infinite sum, and the loss scale is
     taken off only after the exchange."""
@@ -52,12 +53,26 @@ class Bucket(ABC):
     nonfinite_here: torch.Tensor
     """Whether `look` has found infinite values or NaN; 0-dimensional: no device is waited for."""
 
+    gone: set[int]
+    """Slots whose gradients are on their way, so that their parameters have none."""
+
     num_bytes: int
     """Bytes of this rank's gradients without the flags of use; 0 where unknown beforehand."""
 
     def part_from_script(self) -> None:  # noqa: B027 - others lend no memory
         """Give the script memory of its own before an exchange: for gradients of the last one that
         it has kept themselves (views of them are the bucket's), and where it has set ``data``."""
+
+    def check_gone(self) -> None:
+        """Refuse gradients that came when those of this rank were on their way.
+
+        Raises:
+            UsageError: a hook of the script has set one.
+        """
+        for slot in self.gone:
+            if self.parameters[slot].grad is not None:
+                shape = tuple(self.parameters[slot].shape)
+                raise gradient_came_late(f"a parameter of shape {shape}")
 
     @abstractmethod
     def fill(self, slot: int, scale: torch.Tensor) -> None:
@@ -145,7 +160,7 @@ class DenseBucket(Bucket):
         self._places = [average.data_ptr() for average in averages]
         self.may_overflow = self._copies_back and self.flat.dtype == torch.float16
         self._widens = self.flat.itemsize > grad_dtype.itemsize
-        self._filled: set[int] = set()
+        self._filled, self.gone = set[int](), set[int]()
         self._unused: list[int] = []
         self.num_bytes = sum(p.nbytes for p in parameters)
         self._small = self.num_bytes < SMALL_GRADIENT * len(sizes)
@@ -167,7 +182,8 @@ class DenseBucket(Bucket):
         if not self._small:
             view, gradient = self._views[slot], self._gradient(slot)
             scale_into(view, gradient, scale)
-            self.parameters[slot].grad = None  # it is on its way
+            self.parameters[slot].grad = None
+            self.gone.add(slot)
         self._filled.add(slot)
 
     def complete(self, scale: torch.Tensor) -> None:
@@ -209,6 +225,7 @@ class DenseBucket(Bucket):
             self.flat.mul_(scale)
         for slot in used:
             self.parameters[slot].grad = None
+        self.gone.update(used)
 
     def _gradient(self, slot: int) -> torch.Tensor:
         """The gradient, dense, with as many axes as its view of the flat tensor."""
@@ -232,9 +249,8 @@ class DenseBucket(Bucket):
         for slot, (parameter, gradient) in enumerate(
             zip(self.parameters, self._grads, strict=True)
         ):
-            if parameter.grad is not None:
-                raise gradient_came_late(f"a parameter of shape {tuple(parameter.shape)}")
             parameter.grad = None if slot in absent else gradient
+        self.gone.clear()
         present = [slot for slot in range(len(self.parameters)) if slot not in absent]
         if self._copies_back and present:
             torch._foreach_copy_(
@@ -244,7 +260,7 @@ class DenseBucket(Bucket):
             torch._foreach_mul_([self._grads[slot] for slot in present], 1 / loss_scale)
 
 
-def scale_into(out: torch.Tensor, gradient: torch.Tensor, scale: torch.Tensor) -> None:
+def scale_into(out: torch.Tensor, gradient: torch.Tensor, scale: torch.Tensor | float) -> None:
     """Write the gradient times ``scale`` into ``out``, in its dtype, rounded once.
 
     torch's single call that scales and casts is slower on a CPU than two calls, as long as what
@@ -285,7 +301,7 @@ class SparseBucket(Bucket):
     num_bytes = 0
 
     def __init__(self, parameter: nn.Parameter, sparse_dim: int, num_ranks: int) -> None:
-        self.parameter = parameter
+        self.parameter, self.parameters, self.gone = parameter, [parameter], set()
         self._sparse_dim, self._num_ranks = sparse_dim, num_ranks
         self._gradient: torch.Tensor | None = None
 

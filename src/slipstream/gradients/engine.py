@@ -285,6 +285,10 @@ class Engine(GradientEngine):
         """Send what was not sent under backward, and wait for everything."""
         if self._layout is None:
             self._open(backward, self._first_layout())
+        if backward.fills and self._layout is not None:
+            for segment in self._layout.segments:
+                for bucket in segment.buckets:
+                    bucket.check_gone()
         self._send(backward, everything=True)
         self.overflowed = False
         self._found.clear()

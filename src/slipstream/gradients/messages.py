@@ -52,8 +52,8 @@ def gradient_behind_average(name: str) -> UsageError:
 def gradient_came_late(name: str) -> UsageError:
     """A hook of the script has set a gradient that was on its way to other ranks."""
     return UsageError(
-        f"the gradient of {name} was set in backward after its own hooks had run, when it was on its "
-        "way to other ranks already: change it in a hook of that parameter "
+        f"the gradient of {name} was set in backward after its own hooks had run, when it was on "
+        "its way to other ranks already: change it in a hook of that parameter "
         "(register_post_accumulate_grad_hook), or after session.backward(); or send all gradients "
         "when backward is over: gradients: {overlap: false}"
     )

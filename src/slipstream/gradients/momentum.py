@@ -127,6 +127,12 @@ class MomentumCorrection:
             if applied is None:
                 _restore_settings(group)
                 continue
+            if any(p.requires_grad and p not in self._applied for p in group["params"]):
+                raise UsageError(
+                    "the optimizer's group has parameters that came after accelerate(), to which "
+                    "gradients.codec dgc applies no momentum and no decay; give the optimizer all "
+                    "that are to train before accelerate(), or add a group of its own for them"
+                )
             for name, off in _OFF.items():
                 if group[name] != off:
                     raise UsageError(

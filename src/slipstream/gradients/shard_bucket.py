@@ -50,7 +50,7 @@ class ShardBucket(Bucket):
         if summed != grad_dtype:
             self._averages = torch.zeros(width, dtype=grad_dtype, device=device)
         self.may_overflow = wire == torch.float16 != grad_dtype
-        self._filled: set[int] = set()
+        self._filled, self.gone = set[int](), set[int]()
         self._unused: list[int] = []
         self.num_bytes = sum(p.nbytes for p in parameters)
 
@@ -59,6 +59,7 @@ class ShardBucket(Bucket):
             scale_into(part, values, scale)
         self.parameters[slot].grad = None
         self._filled.add(slot)
+        self.gone.add(slot)
 
     def complete(self, scale: torch.Tensor) -> None:
         self._unused = []
@@ -110,6 +111,7 @@ class ShardBucket(Bucket):
             self._averages.copy_(self._sums)
         if self.may_overflow and loss_scale != 1.0:
             self._averages.mul_(1 / loss_scale)
+        self.gone.clear()
         used = [True] * len(self.parameters)
         if self._unused:
             flags = self._sums[self._columns[-1].stop :]

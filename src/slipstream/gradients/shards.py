@@ -180,6 +180,12 @@ class Shards:
             given = parameter.grad
             if given is None:
                 self.gradients.pop(parameter, None)
+            elif isinstance(given, ShardedGradient) and parameter not in self.gradients:
+                raise UsageError(
+                    f"optimizer.step() once more with the gradient of {name}, which the last step "
+                    "has used: under gradients.transport sharded a rank keeps its share no longer; "
+                    "call session.backward() before each step, or use transport: direct"
+                )
             elif isinstance(given, ShardedGradient) and given.zeroed and given.of == name:
                 self.gradients[parameter].zero_()
             elif not isinstance(given, ShardedGradient) or given.of != name:

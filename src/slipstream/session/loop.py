@@ -36,7 +36,8 @@ from slipstream.session.members import Members
 from slipstream.session.proof import Proof
 from slipstream.session.step_hooks import StepHooks, collectives_so_far
 from slipstream.session.tracing import Tracer
-from slipstream.session.zeroing import Zeroing, is_zero
+from slipstream.session.zeroing import Zeroing, is_finite_or_none, is_zero
+from slipstream.strategy import keeps_state
 
 if TYPE_CHECKING:
     from slipstream.parallel.pipeline.pipeline import Pipeline
@@ -86,6 +87,10 @@ class TrainingLoop:
         self.tracer, self.members, self.local = tracer, members, local
         self.progress, self.explaining, self.proof = given.progress, given.explaining, proof
         self._on_nonfinite = given.strategy.checks.nonfinite
+        codec = given.strategy.gradients.codec
+        self._owes = codec is not None and keeps_state(codec)  # a part to later updates
+        self._looked = False  # at averages that no update has used, since the last one
+        self._emptied = False  # by the script, before the step that begins
         self.steps = self.skipped = self.backwards = 0
         self._in_no_sync = 0  # of the backward passes
         self._parameters = tuple(self.model.parameters())
@@ -384,12 +389,21 @@ class TrainingLoop:
             if self._alone:
                 self._forget_look()
             else:
+                self._drop_nonfinite()
                 self._end_update(self._other_skips, late=True)
         if not in_forward:
             self._meet()
         elif self.local is not None and self._meetings_due and not self.local.evaluates:
             with torch.inference_mode(False):  # as in `_meet`
                 self.local.send_ahead(self._meetings_due[0])
+
+    def _drop_nonfinite(self) -> None:
+        """Drop averages that are infinite or NaN where the optimizer does not hold them, so that
+        its zeroing has left them: the next ones would be added to them."""
+        if self.engine.nonfinite:
+            for parameter in self._parameters:
+                if not is_finite_or_none(parameter):
+                    parameter.grad = None
 
     def _forget_look(self) -> None:
         """Forget gradients that this rank has gathered alone and thrown away, for an adversarial
@@ -464,6 +478,8 @@ class TrainingLoop:
             raise messages.gradients_kept()  # of a frozen layer, which this step would move
         self.whole.check_gradients()
         self.engine.check_averages()
+        if self._owes:
+            self._check_owed()
         if self.proof is not None:
             self.proof.before_update()
         skip = bool(self._other_skips) or self._overflowed(by_hand=by_hand)
@@ -475,6 +491,17 @@ class TrainingLoop:
                 parameter.grad = None
         self._broken_off = True
         return skip
+
+    def _check_owed(self) -> None:
+        """Refuse a combination of averages that were read one after the other: what a codec leaves
+        out of all but the last, nobody gets.
+
+        Raises:
+            UsageError: that is what the gradients are.
+        """
+        if self._looked and self._zeroing.replaced:
+            raise messages.combined_under_codec()
+        self._emptied = self._zeroing.done_since
 
     def _end_update(self, skip: bool | None, *, late: bool = False) -> None:
         """Count the update and tell every part of its end; ``skip``: gradients overflowed; None:
@@ -492,7 +519,9 @@ class TrainingLoop:
         if skip is not None:
             self.precision.updated(skip)
         # another optimizer may have made the finite part of it: codecs keep nothing of the rest
-        used = skip is False and not self.engine.nonfinite
+        used = skip is False and not self.engine.nonfinite and not self._emptied
+        self._looked = skip is None and not self.engine.nonfinite
+        self._emptied = False
         self.engine.updated(self.steps, used=used, late=late)
         self.tracer.update_ends()  # last, as it may change the split
         if self.local is not None:  # after it: a meeting is no work of the optimizer

@@ -28,6 +28,16 @@ def gradients_unscaled(name: str) -> UsageError:
     )
 
 
+def combined_under_codec() -> UsageError:
+    """Averages of several passes were read and combined, under a codec with a memory."""
+    return UsageError(
+        "these gradients are not those of the last backward(), and averages of an earlier one were "
+        "zeroed before: gradients.codec owes what it has left out of each average to the next, and "
+        "of all but the last nobody would get it; use codec: half or int8 without error_feedback, "
+        "or leave the codec out"
+    )
+
+
 def sums_zeroed(window: str) -> UsageError:
     """Gradients that a window had gathered are gone, as in loops that zero them before backward."""
     return UsageError(

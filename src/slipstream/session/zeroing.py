@@ -45,6 +45,11 @@ class Zeroing:
         )
         return touched and self.done
 
+    @property
+    def replaced(self) -> bool:
+        """Whether the script has put others in the place of what the last pass has left."""
+        return any(p.grad is not before for p, before, _ in self._left)
+
     def name_of_left(self) -> str:
         """Name a parameter whose gradient is there."""
         held = {*self._held()}
@@ -85,6 +90,15 @@ class Zeroing:
         in_window, self._in_window = self._in_window, False
         if in_window and self._left and self.done_since:
             raise messages.sums_zeroed(window)
+
+
+def is_finite_or_none(parameter: torch.Tensor) -> bool:
+    """Whether there is no gradient here, or a finite one."""
+    gradient = parameter.grad
+    if gradient is None or isinstance(gradient, ShardedGradient):
+        return True
+    with torch._C.DisableTorchFunctionSubclass():
+        return bool(stored(gradient).isfinite().all())
 
 
 def is_zero(parameter: torch.Tensor) -> bool:
