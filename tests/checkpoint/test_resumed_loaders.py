@@ -18,9 +18,11 @@ from torch.utils.data import (
     RandomSampler,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import slipstream
 from slipstream.checkpoint import Checkpoints
+from slipstream.errors import UsageError
 
 
 def opened(loader: Any, strategy: Any = None) -> slipstream.Session[Any, Any]:
@@ -135,3 +137,37 @@ def test_whole_batches_are_drawn_as_before(tmp_path: Path) -> None:
     whole = shuffled(tmp_path / "whole", 8)
     first = shuffled(tmp_path / "parted", 4)
     assert first + shuffled(tmp_path / "parted", 4) == whole
+
+
+def test_what_keeps_the_place_beside_the_session_is_refused(tmp_path: Path) -> None:
+    sampler: Any = StatefulDistributedSampler([*range(8)], 1, 0)
+    loader = DataLoader([*range(8)], sampler=sampler)
+    with opened(loader) as session:
+        saved = slipstream.Checkpoints(tmp_path, also={"sampler": sampler})
+        with pytest.raises(UsageError, match="StatefulDistributedSampler, which keeps the place"):
+            saved.restore(session)
+
+
+class Numbers(list[int]):
+    lengths = (1, 2, 3, 4) * 2
+
+
+@pytest.mark.parametrize("strategy", [None, {"data": {"balance": {}}}], ids=["plain", "balance"])
+def test_an_epoch_before_the_saved_one_is_a_warning(strategy: Any) -> None:
+    """The script counts epochs by updates, of which a loss scale has skipped some."""
+    data = Numbers(range(8))
+    sampler: Any = DistributedSampler(data, 1, 0)
+    loader = DataLoader(data, sampler=sampler)
+    state: Any = None
+    for resumes in (False, True):
+        with opened(loader, strategy) as session:
+            sampler.set_epoch(1)
+            if resumes:
+                session.restore(state)
+                sampler.set_epoch(0)
+                with pytest.warns(UserWarning, match="epoch 1, and the sampler is set to epoch 0"):
+                    assert len([*session.loader]) == 8
+            else:
+                batches = iter(session.loader)
+                next(batches)
+                state = session.checkpoint()

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
-from torch.utils.data import DataLoader
+import copy
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
 
+import pytest
+from torch import nn
+from torch.optim import SGD
+from torch.utils.data import DataLoader, DistributedSampler
+
+import slipstream
 from slipstream.data.balance import SampleBalance
 from slipstream.errors import UsageError
 from slipstream.strategy import BalanceConfig
+from tests.harness.ranks import Ranks
 
 
 class Texts(list[str]):
@@ -68,3 +77,39 @@ def test_a_loop_in_which_another_was_begun_gives_no_batch_of_another_place() -> 
     with pytest.raises(UsageError, match="or another loop begun"):
         next(first)
     assert balance.weight == 1.0
+
+
+class Numbers(list[int]):
+    lengths = tuple(1 + 3 * n % 7 for n in range(40))
+
+
+def pair(saved: list[Any]) -> Iterator[tuple[list[int], list[float]]]:
+    """Batches of two sessions on one loader, as of a GAN, and what each of them counts one for."""
+    numbers, strategy = Numbers(range(40)), {"data": {"balance": {}}}
+    sampler: Any = DistributedSampler(numbers, shuffle=False)
+    loader = DataLoader(numbers, sampler=sampler, batch_size=4)
+    models = [nn.Linear(3, 1), nn.Linear(3, 1)]
+    with (
+        slipstream.accelerate(models[0], SGD(models[0].parameters()), loader, strategy) as one,
+        slipstream.accelerate(models[1], SGD(models[1].parameters()), one.loader) as other,
+    ):
+        if saved:
+            one.restore(saved[0])
+            other.restore(saved[1])
+        for batch in other.loader:
+            saved[:] = [copy.deepcopy(session.checkpoint()) for session in (one, other)]
+            yield batch.tolist(), [session._loop.window.weight for session in (one, other)]
+
+
+def interrupted() -> list[tuple[list[int], list[float]]]:
+    saved: list[Any] = []
+    begun = [*islice(pair(saved), 2)]
+    return [*begun, *pair(saved)]
+
+
+def test_two_sessions_on_one_loader_weigh_by_samples_and_go_on_together(two: Ranks) -> None:
+    found = two.run(interrupted)
+    assert sorted(n for one in found for batch, _ in one for n in batch) == [*range(40)]
+    weights = [pair for one in found for _, pair in one]
+    assert all(one == other for one, other in weights)
+    assert any(one != 1.0 for one, _ in weights)

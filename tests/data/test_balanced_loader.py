@@ -280,6 +280,11 @@ def spread(dataset: Any, rank: int = 0, ranks: int = 2, **settings: Any) -> Data
     return DataLoader(dataset, sampler=sampler, **{"batch_size": 2, **settings})
 
 
+class Backwards(DistributedSampler[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([*super().__iter__()][::-1])
+
+
 WRONG: dict[str, tuple[Any, type[SlipstreamError], str]] = {
     "a list": (lambda: build([1, 2]), ModelError, "this is a list"),
     "a stream": (lambda: build(DataLoader(Stream())), ModelError, "this is a Stream"),
@@ -294,6 +299,18 @@ WRONG: dict[str, tuple[Any, type[SlipstreamError], str]] = {
         ),
         ModelError,
         "WeightedRandomSampler",
+    ),
+    "a sampler's own way": (
+        lambda: build(DataLoader(Sequences(), sampler=Backwards(Sequences(), 2, 0), batch_size=2)),
+        ModelError,
+        "as a DistributedSampler does; a Backwards draws them in its own way",
+    ),
+    "a part of the samples": (
+        lambda: build(
+            DataLoader(Sequences(), sampler=DistributedSampler(range(40), 2, 0), batch_size=2)
+        ),
+        ModelError,
+        "whole dataset of 83 samples, and the DistributedSampler is over 40",
     ),
     "a loader's own way": (
         lambda: build(Scaled(Sequences(), batch_size=4), ranks=1),
@@ -367,6 +384,8 @@ def test_lengths_are_those_of_the_dataset_its_subset_or_a_column() -> None:
     assert is_balanceable(spread(Subset(Sequences(), [1, 2, 3])), 0, 2)
     assert not is_balanceable(spread(Silent()), 0, 2)
     assert not is_balanceable(spread(Asked()), 0, 2), "which a trace asks, too"
+    backwards = DataLoader(Sequences(), sampler=Backwards(Sequences(), 2, 0), batch_size=2)
+    assert not is_balanceable(backwards, 0, 2), "so tune does not try it"
     build(spread(Silent()), speeds=(1.0, 0.5))  # samples count as equal
 
     class Table(Silent):

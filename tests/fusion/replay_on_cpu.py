@@ -64,7 +64,9 @@ class Captured:
         surface = (*samples, *module.parameters())
         learning = [t for t in surface if t.requires_grad]
         given = gradients or tuple(torch.zeros_like(result) for result in results)
-        found = iter(torch.autograd.grad(results, learning, given, allow_unused=True))
+        pairs = [(r, g) for r, g in zip(results, given, strict=True) if r.requires_grad]
+        computed, of_them = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(computed, learning, of_them, allow_unused=True))
         return tuple(next(found) if t.requires_grad else None for t in surface)
 
 

@@ -235,6 +235,44 @@ def test_results_stay() -> None:
     torch.testing.assert_close(*kept)
 
 
+class Chooser(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        return x + y, y.argmax(-1)
+
+
+class Choosers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Chooser() for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x, _ = self.blocks[0](x)
+        x, chosen = self.blocks[1](x)
+        return x, chosen
+
+
+def test_results_without_a_gradient_stay_too() -> None:
+    torch.manual_seed(0)
+    model = Choosers().double()
+    plain, captured = copy.deepcopy(model), Captured()
+    graph_blocks(model, captured.capture)
+    kept = []
+    for each in (model, plain):
+        results = []
+        for step in range(3):
+            x, chosen = each(rows(step))
+            x.square().sum().backward()
+            results.append(chosen)
+        kept.append(torch.stack(results))
+    assert captured.replays == 6
+    assert torch.equal(*kept)
+
+
 def test_a_frozen_block_runs_without_a_graph() -> None:
     model, _, captured, _ = built()
     model.requires_grad_(False)

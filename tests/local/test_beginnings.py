@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import slipstream
-from slipstream.errors import ExchangeError
+from slipstream.errors import ExchangeError, ModelError
 from slipstream.local.carrier import FixedCarrier
 from tests.harness.ranks import Ranks
 from tests.local.reference import flat
@@ -263,3 +263,11 @@ def test_a_rank_that_goes_on_alone_saves_nothing(
 ) -> None:
     first, second = two.run(saved_now_and_then, str(tmp_path / "saved"), end, on_signal)
     assert first == second == (["update-00000014"] if end == "met" else [])
+
+
+def test_parameters_that_share_memory_are_refused() -> None:
+    """Tied by hand, as scripts of old did; meetings would change the one memory twice."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(ModelError, match=r"0\.weight and 1\.weight have memory in common"):
+        slipstream.accelerate(model, sgd(model), None, {"local": {"steps": 2, "delay": 1}})

@@ -267,3 +267,86 @@ def test_counters_are_those_of_training_after_an_evaluation_that_counts() -> Non
             update_bn([torch.randn(5, 4)], model)
             assert model[1].num_batches_tracked == 1
         assert model[1].num_batches_tracked == 3
+
+
+class Odd(nn.Module):
+    """Has a complex buffer, and one that knows the least values of the classes it has seen."""
+
+    turn: Tensor
+    nearest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1)
+        self.register_buffer("turn", torch.ones(3, dtype=torch.complex64))
+        self.register_buffer("nearest", torch.full((4,), torch.inf))
+
+    def forward(self, x: Tensor, seen: int) -> Tensor:
+        self.turn.add_(x.mean() * 1j)
+        self.nearest[seen] = x.mean()
+        return self.layer(x)
+
+
+def trained_oddly(delay: int, where: Sequence[int]) -> list[Odd]:
+    """The model in evaluation and in the end: rank r sees class r, and all of them class 3."""
+    kind = "hierarchical" if len({*where}) < len(where) else "flat"
+    strategy = {"local": {"steps": 4, "delay": delay}, "gradients": {"transport": kind}}
+    model, evaluated = Odd(), Odd()
+    with (
+        on_hosts(where),
+        slipstream.accelerate(model, SGD(model.parameters(), 0.1), None, strategy) as session,
+    ):
+        for update in range(4 + delay):
+            x = torch.full((2, 4), 1.0 + session.rank)
+            if update < 4:
+                seen = session.rank if update else 3
+                session.backward(model(x, seen).square().mean() * 0.01)
+            else:  # a change travels
+                session.backward(model.layer(x).square().mean() * 0.01)
+            session.step()
+        with session.evaluating():
+            evaluated.load_state_dict(model.state_dict())
+    return [model, evaluated]
+
+
+INF = torch.inf
+ODD = {(0, 1, 2): (8.0, [1.0, 2.0, 3.0, 2.0]), (0, 0, 1): (20 / 3, [1.0, INF, 3.0, 5 / 3])}
+"""Ranks of a host have the buffers of its first one, as under DistributedDataParallel."""
+
+
+@pytest.mark.parametrize("where", ODD, ids=["each its own", "hosts"])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_complex_buffers_meet_and_values_that_some_ranks_alone_know(
+    three: Ranks, delay: int, where: Sequence[int]
+) -> None:
+    for models in three.run(trained_oddly, delay, where):
+        for model in models:
+            turned, nearest = ODD[tuple(where)]
+            torch.testing.assert_close(model.turn, torch.full((3,), 1 + turned * 1j))
+            torch.testing.assert_close(model.nearest, torch.tensor(nearest))
+
+
+class Late(nn.Module):
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.register_buffer("mean", None, persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = x.mean(0).detach()
+        out: Tensor = self.layer(x)
+        return out
+
+
+@pytest.mark.parametrize("persistent", [True, False], ids=["learned", "a cache"])
+def test_a_buffer_that_comes_later_is_refused_if_it_is_of_the_state(persistent: bool) -> None:
+    model = Late(persistent)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    session = slipstream.accelerate(model, optimizer, None, {"local": {"steps": 1}})
+    session.backward(model(torch.ones(2, 4)).mean())
+    refused = pytest.raises(UsageError, match=r"buffer mean came after accelerate\(\)")
+    with refused if persistent else nullcontext():
+        session.step()
+    model.mean = None
+    session.close()

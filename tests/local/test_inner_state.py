@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Adam
 
 import slipstream
+from slipstream.errors import ExchangeError, ModelError
 from tests.harness.ranks import Ranks
 from tests.local.test_training import build, loss_of
 
@@ -105,3 +108,43 @@ def test_a_rank_that_diverges_forgets_the_state_of_all_its_optimizers(two: Ranks
     fine, cured = two.run(diverging_by_two_optimizers)
     assert all(fine)
     assert cured == [True, False] + [True] * 5
+
+
+class Masters(torch.optim.Optimizer):
+    """Steps on fp32 copies of the parameters, as fused optimizers of some libraries do."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                master = self.state[p].setdefault("master", p.float().clone())
+                master -= 0.1 * p.grad
+                p.copy_(master)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_an_optimizer_that_keeps_copies_of_its_parameters_is_refused(
+    two: Ranks, delay: int
+) -> None:
+    for said in two.run(stepped_on_copies, delay):
+        assert "Masters keeps a copy of its parameters (state 'master')" in said
+
+
+def stepped_on_copies(delay: int) -> str:
+    model = nn.Linear(3, 1).bfloat16()
+    strategy = {"local": {"steps": 2, "delay": delay}}
+    session = slipstream.accelerate(model, Masters(model.parameters()), None, strategy)
+    said = ""
+    for _ in range(4):
+        session.backward(model(torch.ones(2, 3).bfloat16() + session.rank).mean())
+        try:
+            session.step()
+        except ModelError as error:
+            said = str(error)
+            break
+    with suppress(ExchangeError):
+        session.close()
+    return said

@@ -196,3 +196,27 @@ def test_ranks_of_a_host_are_equal_whatever_hosts_saved_the_state(four: Ranks) -
     found = four.run(restored_elsewhere, (0, 0, 1, 1), (0, 1, 0, 1))
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[1], found[3])
+
+
+def trained_with_a_layer_that_freezes(codec: str) -> list[Tensor]:
+    """Parameters in the end, of a run in which momentum goes on where no rank trains."""
+    model = build()
+    local = {"steps": 2, "codec": codec}
+    strategy = {"local": local, "gradients": HIERARCHICAL}
+    with (
+        on_hosts((0, 0, 1, 1)),
+        slipstream.accelerate(model, sgd(model), None, strategy) as session,
+    ):
+        for update in range(12):
+            if update == 4:
+                next(iter(model.children())).requires_grad_(False)
+            session.backward(loss_of(model, session.rank, update))
+            session.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("codec", ["int8", "half", "int4"])
+def test_ranks_of_a_host_stay_alike_where_a_mean_is_zero(four: Ranks, codec: str) -> None:
+    found = four.run(trained_with_a_layer_that_freezes, codec)
+    for first, second in (found[:2], found[2:]):
+        assert all(map(torch.equal, first, second))

@@ -319,6 +319,28 @@ def test_a_change_that_others_went_on_without_is_taken_back() -> None:
         assert torch.equal(flat(model.parameters()), own)
 
 
+def test_nothing_begins_while_a_state_is_saved_for_those_that_join() -> None:
+    model = build()
+    store = open_store(0)
+    place = {"store": f"127.0.0.1:{store.port}", "at_least": 1}
+    local = {"steps": 4, "rendezvous": place}
+    with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
+        for update in range(4):
+            session.backward(loss_of(model, 0, update))
+            session.step()
+        whole = session._loop.sharding.model
+        assert isinstance(whole, LocalModel)
+        assert isinstance(whole.training, OpenTraining)
+        [meeting] = whole.training._meetings
+        done = meeting.done
+        whole.training._exchanges.joined_again = True  # what is due at this update is sent again
+        whole.training.save()
+        assert meeting.flight is None
+        assert meeting.done == done
+        assert whole.training._exchanges.joined_again
+        whole.training._exchanges.joined_again = False
+
+
 class Taken:
     """A resident that is new."""
 

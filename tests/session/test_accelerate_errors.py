@@ -321,6 +321,25 @@ def own_optimizer(right: bool) -> None:
     accelerate_and_close(model, sgd(model if right else small()))
 
 
+def resumed(loads: bool, momentum: float = 0.9, lr: float = 0.1) -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
+    if loads:
+        model(torch.full((1, 4), momentum)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerate_and_close(model, optimizer)
+
+
+def dealt() -> None:
+    """An optimizer that keeps the state of other parameters on each rank, as Muon's do."""
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    mine = [*model.parameters()][dist.get_rank() :: 2]
+    optimizer.state.update({p: {"momentum_buffer": torch.ones_like(p)} for p in mine})
+    accelerate_and_close(model, optimizer)
+
+
 def own_loader(given: bool) -> None:
     model = small()
     slipstream.accelerate(model, sgd(model), [torch.ones(1, 4)] if given else None).close()
@@ -370,6 +389,18 @@ ONLY_ONE: dict[str, tuple[Callable[[], object], list[str]]] = {
         lambda: own_optimizer(is_first()),
         ["rank 1 cannot go on: ModelError", "not in the model"],
     ),
+    "a checkpoint of rank 0 alone": (
+        lambda: resumed(is_first()),
+        ["the optimizer's state", "not there: load it on every rank on rank 1"],
+    ),
+    "another checkpoint": (
+        lambda: resumed(True, 0.9 if is_first() else 0.8),
+        ["in the optimizer's state", "on rank 1"],
+    ),
+    "a learning rate": (
+        lambda: resumed(False, lr=0.1 if is_first() else 0.2),
+        ["lr of the optimizer's group 0", "0.2 on rank 1", "0.1 on rank 0"],
+    ),
     "a lazy parameter": (
         lambda: accelerate_and_close(small() if is_first() else nn.LazyLinear(2)),
         ["rank 1 cannot go on: ModelError", "lazy"],
@@ -390,6 +421,11 @@ def test_what_one_rank_does_differently_is_an_error_on_all(two: Ranks, name: str
         assert kind == MismatchError.__name__, text
         assert [w for w in words if w not in text] == [], text
         assert "differs" in text if failed is None else "differs" not in text
+
+
+def test_optimizers_that_ranks_may_have_are_taken(two: Ranks) -> None:
+    two.run(dealt)
+    two.run(resumed, True)
 
 
 def traced_elsewhere(folder: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -205,6 +206,21 @@ def test_two_sessions_on_one_loader_skip_together() -> None:
     first, saved = pair(None)
     rest, _ = pair(saved)
     assert first + rest == [*range(5)]
+
+
+@pytest.mark.parametrize("parts", [(), ("model",), ("model", "optimizer")], ids=str)
+def test_a_state_that_is_the_model_itself_is_refused_once_it_has_trained(parts: Any) -> None:
+    with opened() as session:
+        good = session.checkpoint(*parts)
+        session.restore(good)  # nothing has changed yet
+        kept = copy.deepcopy(good)
+        values = [p.detach().clone() for p in session.model.parameters()]
+        session.backward(session.model(torch.ones(1, 2)).sum())
+        session.step()
+        with pytest.raises(UsageError, match=r"the model itself.*copy\.deepcopy"):
+            session.restore(good)
+        session.restore(kept)
+        assert all(map(torch.equal, session.model.parameters(), values))
 
 
 def test_nothing_is_loaded_or_gathered_where_part_of_it_is_refused() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import isinf
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,11 @@ import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import extract_model_from_parallel
-from accelerate.utils.dataclasses import DDPCommunicationHookType, DistributedType
+from accelerate.utils.dataclasses import (
+    DDPCommunicationHookType,
+    DistributedType,
+    DynamoBackend,
+)
 from torch import nn
 
 from slipstream.adapters.opening import SESSION_FILE, GivenStrategy, open_session, several
@@ -40,7 +44,8 @@ class Accelerator(accelerate.Accelerator):
 
     Raises:
         UsageError: another kind of parallelism, a communication hook of
-            DistributedDataParallel, gradients that Accelerate and the strategy both accumulate.
+            DistributedDataParallel, gradients that Accelerate and the strategy both accumulate;
+            Accelerate counts other processes than there are ranks.
         ModelError: several models or optimizers.
 
     Exactness: that of the strategy.
@@ -131,7 +136,10 @@ class Accelerator(accelerate.Accelerator):
         loss = loss / self.gradient_accumulation_steps
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        session.backward(loss, **named)
+        # a pass that no step follows: its gradients stay here until the next one, as under
+        # accumulate(); Trainer ends a pass over a stream without a length so
+        with nullcontext() if self.sync_gradients else session.no_sync():
+            session.backward(loss, **named)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -175,11 +183,11 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             UsageError: they do not, as ``even_batches`` is off.
         """
-        if not (self.even_batches if even_batches is None else even_batches):
+        if not self.even_batches or even_batches is False:
             raise UsageError(
                 "join_uneven_inputs() with even_batches=False: a session has no wrapper that could "
-                "join ranks whose batches are over; allowed: even_batches=True, which gives every "
-                "rank as many"
+                "join ranks whose batches are over; allowed: even_batches=True of the Accelerator "
+                "itself, its default, which gives every rank as many"
             )
         yield
 
@@ -236,6 +244,8 @@ class Accelerator(accelerate.Accelerator):
             error: type, value and traceback, as of ``__exit__``, where training has failed.
         """
         session, self.session = self.session, None
+        for model in self._to_train:  # else another prepare() would return it as it is
+            vars(_bare(model)).pop("_is_accelerate_prepared", None)
         self._to_train, self._to_step = [], []
         if session is not None:
             session.__exit__(*(error or (None, None, None)))
@@ -253,7 +263,9 @@ class Accelerator(accelerate.Accelerator):
     def _open(self) -> None:
         if self.ddp_handler is not None and not self.ddp_handler.broadcast_buffers:
             _check_buffers(self._to_train[0])
-        self.session = open_session(
+        plugin = self.state.dynamo_plugin
+        regional = plugin.backend != DynamoBackend.NO and plugin.use_regional_compilation
+        session = self.session = open_session(
             self._to_train[0],
             self._to_step[0],
             self._strategy,
@@ -261,7 +273,16 @@ class Accelerator(accelerate.Accelerator):
             accumulation="gradient_accumulation_steps",
             precision=f"mixed_precision {self.mixed_precision!r}" if self.native_amp else None,
             scaler=self.scaler,
+            compiled_copy="use_regional_compilation" if regional else None,
         )
+        if session.world_size != self.num_processes:
+            self.close()
+            raise UsageError(
+                f"Accelerate counts {self.num_processes} process, and there are "
+                f"{session.world_size} ranks: all would train on the same data, and each would "
+                "save. On CPUs say so, Accelerator(cpu=True) or TrainingArguments(use_cpu=True); "
+                "under srun or mpirun set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            )
 
     def _opened(self, call: str) -> Session[Any, Any]:
         if self.session is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, cast
@@ -75,6 +76,7 @@ class SessionStrategy(DDPStrategy):
         self._evaluation = ExitStack()
         self._evaluates = _Evaluates(self.evaluate)
         self._callbacks: list[Callback] = []
+        self._loses = ""  # what a checkpoint behind fit() lacks
 
     # Opening and closing.
 
@@ -124,6 +126,8 @@ class SessionStrategy(DDPStrategy):
             with suppress(ValueError):  # the script has taken all callbacks out
                 self._callbacks.remove(self._evaluates)
             self.precision_plugin = self._plugin
+            codec, local = session.strategy.gradients.codec, session.strategy.local
+            self._loses = "local" if local else "" if codec is None else f"codec {codec.kind}"
             session.__exit__(*error)
 
     # Training.
@@ -216,6 +220,12 @@ class SessionStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
+        if self.session is None and self._loses and "optimizer_states" in checkpoint:
+            warnings.warn(
+                f"{filepath} is saved after fit(), whose session is closed, and lacks its state: "
+                f"{self._loses} would begin anew from it; save inside fit(), as ModelCheckpoint",
+                stacklevel=2,
+            )
         if self.session is not None and "optimizer_states" in checkpoint:
             if self.session.between_updates:
                 checkpoint[STATE] = self.session.checkpoint("session")["session"]

@@ -34,6 +34,7 @@ def open_session(
     accumulation: str,
     precision: str | None,
     scaler: object | None,
+    compiled_copy: str | None = None,
 ) -> Session[Any, Any]:
     """Open a session, and refuse what the strategy and the framework would both do.
 
@@ -42,6 +43,8 @@ def open_session(
         accumulation: the framework's own setting for it.
         precision: the framework's own setting, where one is at work.
         scaler: the framework's own, which scales losses.
+        compiled_copy: the framework's own setting by which the script trains a copy of the model's
+            outermost module.
 
     Raises:
         UsageError: both accumulate gradients, deal out data or choose a precision; a codec would
@@ -52,6 +55,12 @@ def open_session(
         wanted = strategy_of(strategy)
         for problem in _problems(wanted, framework, accumulation, precision, scaler):
             raise UsageError(problem)
+        if wanted.precision is not None and compiled_copy is not None:
+            raise UsageError(
+                f"precision in the strategy and {compiled_copy} of {framework}, which trains a "
+                "copy of the model's outermost module, without it: leave one of them out, or let "
+                f"{framework} choose the precision"
+            )
     session = accelerate(model, optimizer, strategy=strategy)
     codec = None if scaler is None else precision
     own = {"gradients.accumulate": accumulation, "precision": precision, OWING_CODEC: codec}
@@ -79,6 +88,12 @@ def _problems(
             f"the codec {codec.kind}, which owes a part of the gradients to later updates, under "
             f"{precision} of {framework}, whose loss scale changes meanwhile: leave that out, and "
             "set precision: {kind: autocast, dtype: fp16} in the strategy"
+        )
+    if scaler is not None and wanted.gradients.transport.kind == "sharded":
+        yield (
+            f"transport sharded under {precision} of {framework}, whose scaler reads all gradients "
+            "where a rank has a share: leave that out, and set precision: {kind: autocast, "
+            "dtype: fp16} in the strategy"
         )
     if wanted.data != DataConfig():
         yield f"data in the strategy under {framework}, which has its own loaders: leave it out"

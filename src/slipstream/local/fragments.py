@@ -101,7 +101,7 @@ def cut(model: nn.Module, trained: Sequence[NamedParameter], count: int) -> tupl
             home[layer] = _deal(small, dealt, filled)
     buffers: list[list[str]] = [[] for _ in range(count)]
     for name, buffer in model.named_buffers():
-        if buffer.is_floating_point() and buffer.numel():
+        if (buffer.is_floating_point() or buffer.is_complex()) and buffer.numel():
             buffers[home.get(name.rpartition(".")[0], 0)].append(name)
     return tuple(
         Fragment(tuple(pieces), tuple(names))

@@ -52,6 +52,16 @@ def average_state(
         value.copy_(part.view(value.shape))
 
 
+def copy_in(state: Mapping[str, Any], parameter: torch.Tensor) -> str | None:
+    """Name the entry of an optimizer's state that is a copy of its parameter, wider perhaps; None:
+    there is none."""
+    for key, value in state.items():
+        alike = type(value) is torch.Tensor and value.shape == parameter.shape
+        if alike and value.to(parameter.dtype).equal(parameter) and parameter.any():
+            return str(key)
+    return None
+
+
 def _kept(
     states: Sequence[Mapping[torch.Tensor, Mapping[str, Any]]], parameter: torch.Tensor
 ) -> dict[str, Any]:

@@ -333,8 +333,8 @@ class Meeting:
     def _unmoved(self, change: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copy parts of the outer parameters that no rank has changed: by the mean, which is the
         same on all ranks, as they may freeze at other moments; but a codec leaves changes out."""
-        if self._compressor is not None:
-            return []
+        if self.config.codec is not None and self._island.islands.count > 1:
+            return []  # alike in an island, whose first rank alone has a compressor
         parts = [
             (outer, part)
             for (_, outer), (_, part) in zip(

@@ -89,7 +89,11 @@ class OpenTraining(LocalTraining):
         """Save this rank's session, for one that joins."""
         save = self._save()
         assert save is not None
-        return save()
+        # nothing is on its way, and nothing may begin: what is due is sent in the next view
+        joined, self._exchanges.joined_again = self._exchanges.joined_again, False
+        state = save()
+        self._exchanges.joined_again = joined
+        return state
 
     def settle(self, state: Mapping[str, Any], *, again: bool) -> None:
         """Go on from the state of another island; ``again``: what this rank has done since the last

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -10,12 +10,21 @@ from torch import nn
 from slipstream.errors import UsageError
 
 
+def learned_buffers(model: nn.Module) -> Iterator[str]:
+    """Names of the buffers that a training may change, and a state has: no caches."""
+    for name, buffer in model.named_buffers():
+        owner, _, own = name.rpartition(".")
+        cached = own in model.get_submodule(owner)._non_persistent_buffers_set
+        if (buffer.is_floating_point() or buffer.is_complex()) and not cached:
+            yield name
+
+
 class SharedBuffers:
     """Buffers in a flat tensor, one after the other.
 
     Args:
         model: has them.
-        names: of buffers in floating point.
+        names: of buffers in floating point, or complex.
         device: of the flat tensors.
         given: what all ranks share at first, by name.
 
@@ -32,8 +41,8 @@ class SharedBuffers:
     ) -> None:
         self._model, self._names, self._device = model, names, device
         named = [model.get_buffer(name) for name in names]
-        self._lengths = [buffer.numel() for buffer in named]
-        wide = any(buffer.dtype == torch.float64 for buffer in named)
+        self._lengths = [_real(buffer).numel() for buffer in named]
+        wide = any(_real(buffer).dtype == torch.float64 for buffer in named)
         self._dtype = torch.float64 if wide else torch.float32
         self._sizes: list[tuple[int, ...]] = []
         self.shared = self.read(given)
@@ -61,7 +70,7 @@ class SharedBuffers:
                     "over ranks, so its size must stay: keep what grows in a plain attribute of "
                     "the module"
                 )
-        flat = [buffer.detach().reshape(-1).to(self._dtype) for buffer in named]
+        flat = [_real(buffer.detach()).reshape(-1).to(self._dtype) for buffer in named]
         return torch.cat([torch.empty(0, dtype=self._dtype, device=self._device), *flat])
 
     def write(self, flat: torch.Tensor, held: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -70,9 +79,9 @@ class SharedBuffers:
         now = dict(self._model.named_buffers(remove_duplicate=False))
         for name, part in zip(self._names, flat.split(self._lengths), strict=True):
             buffer = now.get(name)
-            if buffer is None or buffer.numel() != part.numel():
+            if buffer is None or _real(buffer).numel() != part.numel():
                 buffer = (held or now)[name]
-            buffer.copy_(part.view(buffer.shape))
+            _real(buffer).copy_(part.view(_real(buffer).shape))
 
     def take_without_mean(self) -> None:
         """Share what this rank has where values have no mean: a forward pass may have changed the
@@ -81,15 +90,25 @@ class SharedBuffers:
         self.shared = torch.where(own.isfinite(), self.shared, own)
 
     def offer(self) -> torch.Tensor:
-        """Copy this rank's, and after them a 1 for each that is not what all share."""
-        own = self.read()
+        """Copy this rank's, and after them a 1 for each that is not what all share; and for each
+        value that is not finite there, as of a class that nobody has seen, whether it is here."""
+        own, unknown = self.read(), ~self.shared.isfinite()
         parts = (~_same(own, self.shared)).split(self._lengths)
-        return torch.cat([own, *(part.any().to(own.dtype).view(1) for part in parts)])
+        changed = [part.any().to(own.dtype).view(1) for part in parts]
+        known = own.isfinite()
+        values = own.masked_fill(unknown & ~known, 0.0)
+        return torch.cat([values, *changed, known[unknown].to(own.dtype)])
 
     def agreed(self, mean: torch.Tensor) -> torch.Tensor:
         """Take buffers out of a mean of offers; one that no rank has changed keeps its bits, as
-        means round, and of a mask of infinite values there is none."""
-        values, changed = mean.split([len(self.shared), len(self._lengths)])
+        means round, and of a mask of infinite values there is none. A value that some ranks know
+        is their mean."""
+        values, changed, known = mean.tensor_split(
+            [len(self.shared), len(self.shared) + len(self._lengths)]
+        )
+        unknown = ~self.shared.isfinite()
+        values = values.clone()
+        values[unknown] = torch.where(known > 0, values[unknown] / known, self.shared[unknown])
         parts = zip(values.split(self._lengths), self.shared.split(self._lengths), strict=True)
         flags = zip(parts, (changed != 0).tolist(), strict=True)
         agreed = [new if flag else old for (new, old), flag in flags]
@@ -110,12 +129,16 @@ class SharedBuffers:
         """
         shared, sent = self.shared, offered[: len(self.shared)]
         near = (4 + ranks) * torch.finfo(sent.dtype).eps * sent.abs()  # as such a mean rounds
-        alike = ((sent - shared).abs() <= near) | _same(sent, shared)
+        alike = ((sent - shared).abs() <= near) | ~shared.isfinite()  # which no rank knew
         each = [same.all() for same in alike.split(self._lengths)]
         goes_on = torch.stack(each).tolist() if each else []  # one wait for a device
         parts = [flat.split(self._lengths) for flat in (self.read(), shared)]
         kept = [own if on else common for on, own, common in zip(goes_on, *parts, strict=True)]
         return torch.cat([shared[:0], *kept])
+
+
+def _real(buffer: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(buffer) if buffer.is_complex() else buffer
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

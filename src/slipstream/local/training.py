@@ -21,12 +21,13 @@ from slipstream.local.delay_trial import DelayTrial
 from slipstream.local.engine import LocalEngine
 from slipstream.local.exchanges import IslandExchanges, JoinedAgain
 from slipstream.local.fragments import cut, sent_after
-from slipstream.local.inner_state import average_state
+from slipstream.local.inner_state import average_state, copy_in
 from slipstream.local.island import Island
 from slipstream.local.meeting import ALIKE, CLOSES, Flight, Meeting
 from slipstream.local.outer_view import outer_view
 from slipstream.local.pace import Pace
 from slipstream.local.saved_state import check_settings, own_part
+from slipstream.local.shared_buffers import learned_buffers
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.pytree import mapped
 from slipstream.strategy import LocalConfig, Row
@@ -79,6 +80,7 @@ class LocalTraining:
         self._others: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
         self._met = met = {t.parameter for t in trained}
         self._frozen = [(name, p) for name, p in model.named_parameters() if p not in met]
+        self._buffers = {*learned_buffers(model)}  # at the start
         self._precision = precision
         device = self._trained[0].parameter.device
         self._exchanges = IslandExchanges(
@@ -324,6 +326,7 @@ class LocalTraining:
                 meeting.take_sent()
 
     def _send(self, number: int) -> None:
+        self._check_buffers()
         meeting, weight = self._meetings[number], self._weights[number]
         self._weights[number] = 0
         seconds = None if self._trial is None else self._trial.seconds(self._clock)
@@ -338,6 +341,29 @@ class LocalTraining:
             exchange = partial(meeting.with_norms, exchange, args)
         self._exchanges.begin(label, exchange)
 
+    def _check_buffers(self) -> None:
+        """Refuse a buffer that came later: no meeting averages it."""
+        if came := [name for name in learned_buffers(self._model) if name not in self._buffers]:
+            raise UsageError(
+                f"buffer {came[0]} came after accelerate(), so no meeting averages it; let it be "
+                "there before, by one forward pass, say, or register it with persistent=False if "
+                "all ranks have it alike"
+            )
+
+    def _check_copies(self, meeting: Meeting) -> None:
+        """Refuse an optimizer that keeps copies of its parameters, which it would write over what
+        ranks have agreed on."""
+        for parameter in dict.fromkeys(piece.parameter for piece in meeting.fragment.pieces):
+            for optimizer in self._optimizers:
+                state = optimizer.state.get(parameter, {})
+                if key := copy_in(state, parameter):
+                    raise ModelError(
+                        f"{type(optimizer).__name__} keeps a copy of its parameters (state "
+                        f"{key!r}), and writes it over what a meeting has changed: under local use "
+                        "an optimizer that updates the parameters themselves (precision: autocast "
+                        "keeps them in fp32)"
+                    )
+
     def _merge(self, due: Callable[[Flight], bool]) -> None:
         for number, meeting in enumerate(self._meetings):
             if not meeting.flies(due):
@@ -346,6 +372,8 @@ class LocalTraining:
                 self._exchanges.land()
             if not meeting.flies(due):  # this island came too late, and has joined again
                 continue
+            if not meeting.done:
+                self._check_copies(meeting)
             if self._averages_state(meeting):
                 with suppress(JoinedAgain):
                     states = [optimizer.state for optimizer in self._optimizers]

@@ -14,7 +14,8 @@ from torch import nn
 from slipstream.calibration.adaptive_codec import measure
 from slipstream.cluster.connect import Cluster
 from slipstream.codecs import Ranks
-from slipstream.errors import StrategyError
+from slipstream.errors import ModelError, StrategyError
+from slipstream.fusion.memory_in_common import MemoryInCommon
 from slipstream.gradients.compressed import CompressionPlan
 from slipstream.gradients.engine import Engine
 from slipstream.gradients.interface import GradientEngine
@@ -165,6 +166,13 @@ def install_local(
         return None
     assert isinstance(whole, LocalModel)
     assert isinstance(exchange.engine, LocalEngine)
+    trained = parameters_of(given.model, trainable=True)
+    shared = MemoryInCommon().of([t.parameter for t in trained])
+    if names := [t.name for t in trained if id(t.parameter) in shared]:
+        raise ModelError(
+            f"local: the parameters {names[0]} and {names[1]} have memory in common, and meetings "
+            f"would change it twice; tie the parameter itself: {names[1]} = {names[0]}"
+        )
     carrier: Carrier | None = None
     if config.rendezvous is not None:
         if dims.data_size > 1:
@@ -184,7 +192,7 @@ def install_local(
     training = whole.training = kind(
         given.model,
         given.optimizer,
-        parameters_of(given.model, trainable=True),
+        trained,
         config,
         Ranks(dims.data_rank, dims.data_size),
         exchange.engine,

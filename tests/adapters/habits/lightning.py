@@ -47,6 +47,7 @@ def trained(
     resume: str | None = None,
     fits: int = 1,
     manual: bool = False,
+    after: Callable[[Any], None] = lambda trainer: None,
     **named: Any,
 ) -> Noted:
     pytorch = importlib.import_module("lightning.pytorch")
@@ -94,6 +95,7 @@ def trained(
     for _ in range(fits):
         path = None if resume is None else str(given.folder / resume)
         made.fit(module, rows() if data is None else data, rows(16), ckpt_path=path)
+    after(made)
     if "loss" in made.callback_metrics:
         noted.append(made.callback_metrics["loss"])
     return [*noted, *parameters(module)]

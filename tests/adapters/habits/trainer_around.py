@@ -232,6 +232,13 @@ def saves_just_in_time(given: Given) -> Noted:
 # Around it.
 
 
+@habit("a second Trainer of the same model, in bf16")
+def in_bf16_after_fp32(given: Given) -> Noted:
+    first = Script(given, num_train_epochs=1).train()
+    model = first.t.model
+    return first.noted + Script(given, model, num_train_epochs=1, bf16=True).train().end()
+
+
 @habit("train() called twice")
 def trains_twice(given: Given) -> Noted:
     return Script(given).train().train().end()

@@ -73,7 +73,14 @@ habit("torch_compile, dynamo_backend")(
 habit("logging_nan_inf_filter off, averages of steps")(
     plainly(logging_nan_inf_filter=False, logging_steps=3)
 )
-habit("full_determinism")(plainly(full_determinism=False, seed=7, data_seed=11))
+
+
+@habit("full_determinism")
+def _(given: Given) -> Noted:
+    try:
+        return plainly(full_determinism=True, seed=7, data_seed=11)(given)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def of_texts(**arguments: Any) -> Any:
@@ -290,3 +297,6 @@ class Streamed(IterableDataset[Any]):
 
 
 habit("an IterableDataset")(plainly(data=Streamed(), max_steps=8))
+habit("an IterableDataset without a length, accumulate")(
+    plainly(data=Streamed(), max_steps=8, gradient_accumulation_steps=4)
+)
