@@ -6,8 +6,10 @@ import os
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
@@ -108,9 +110,20 @@ def test_what_becomes_of_a_cell_on_all_ranks(
     assert (found.outcome, found.text[: len(text)]) == (outcome, text)
 
 
+class DecaysOnOneRank(SGD):
+    """By no setting of its own: others than on the other ranks would be refused."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if os.environ.get("RANK") == "1":
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.mul_(0.975)
+        return super().step(closure)
+
+
 def decaying_on_one_rank(model: nn.Module) -> Optimizer:
-    decay = 0.5 * int(os.environ.get("RANK", "0"))  # other learning rates would be refused
-    return SGD(model.parameters(), lr=0.05, weight_decay=decay)
+    return DecaysOnOneRank(model.parameters(), lr=0.05)
 
 
 def other_body(*, fast: bool) -> nn.Module:
