@@ -148,3 +148,17 @@ def stepped_on_copies(delay: int) -> str:
     with suppress(ExchangeError):
         session.close()
     return said
+
+
+def with_its_average() -> int:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.ASGD(model.parameters())  # keeps the parameters themselves until t0
+    with slipstream.accelerate(model, optimizer, None, {"local": {"steps": 2}}) as session:
+        for _ in range(4):
+            session.backward(model(torch.ones(2, 3) + session.rank).mean())
+            session.step()
+        return session.updates
+
+
+def test_an_optimizer_that_keeps_an_average_is_no_copy(two: Ranks) -> None:
+    assert two.run(with_its_average) == [4, 4]

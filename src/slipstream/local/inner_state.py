@@ -53,11 +53,12 @@ def average_state(
 
 
 def copy_in(state: Mapping[str, Any], parameter: torch.Tensor) -> str | None:
-    """Name the entry of an optimizer's state that is a copy of its parameter, wider perhaps; None:
-    there is none."""
+    """Name the entry of an optimizer's state that is its parameter in another dtype, by which it
+    steps; None: there is none. One in the same dtype may be an average, as ASGD's is."""
     for key, value in state.items():
         alike = type(value) is torch.Tensor and value.shape == parameter.shape
-        if alike and value.to(parameter.dtype).equal(parameter) and parameter.any():
+        other = alike and value.dtype != parameter.dtype and value.is_floating_point()
+        if other and value.to(parameter.dtype).equal(parameter) and parameter.any():
             return str(key)
     return None
 
