@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from torch import nn
 
 import slipstream
 from slipstream.cli.islands import run_islands
@@ -298,47 +299,42 @@ def test_restoring_what_other_jobs_do_not_have_is_refused() -> None:
         assert session.all_updates == 2
 
 
-def test_a_change_that_others_went_on_without_is_taken_back() -> None:
-    model = build()
-    store = open_store(0)
+@contextmanager
+def one_job(**local: Any) -> Iterator[tuple[nn.Module, OpenTraining]]:
+    """A job that has met nobody, after four updates."""
+    model, store = build(), open_store(0)
     place = {"store": f"127.0.0.1:{store.port}", "at_least": 1}
-    local = {"steps": 4, "delay": 2, "rendezvous": place}
-    with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
+    strategy = {"local": {"steps": 4, "rendezvous": place, **local}}
+    with slipstream.accelerate(model, sgd(model), None, strategy) as session:
         for update in range(4):
             session.backward(loss_of(model, 0, update))
             session.step()
         whole = session._loop.sharding.model
         assert isinstance(whole, LocalModel)
         assert isinstance(whole.training, OpenTraining)
-        [meeting] = whole.training._meetings
+        yield model, whole.training
+
+
+def test_a_change_that_others_went_on_without_is_taken_back() -> None:
+    with one_job(delay=2) as (model, training):
+        [meeting] = training._meetings
         assert meeting.flight is not None
         own = flat(model.parameters())
-        whole.training.drop()
+        training.drop()
         assert meeting.flight is None
-        assert whole.training._weights == [4]
+        assert training._weights == [4]
         assert torch.equal(flat(model.parameters()), own)
 
 
 def test_nothing_begins_while_a_state_is_saved_for_those_that_join() -> None:
-    model = build()
-    store = open_store(0)
-    place = {"store": f"127.0.0.1:{store.port}", "at_least": 1}
-    local = {"steps": 4, "rendezvous": place}
-    with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
-        for update in range(4):
-            session.backward(loss_of(model, 0, update))
-            session.step()
-        whole = session._loop.sharding.model
-        assert isinstance(whole, LocalModel)
-        assert isinstance(whole.training, OpenTraining)
-        [meeting] = whole.training._meetings
+    with one_job() as (_, training):
+        [meeting] = training._meetings
         done = meeting.done
-        whole.training._exchanges.joined_again = True  # what is due at this update is sent again
-        whole.training.save()
-        assert meeting.flight is None
-        assert meeting.done == done
-        assert whole.training._exchanges.joined_again
-        whole.training._exchanges.joined_again = False
+        training._exchanges.joined_again = True  # what is due at this update is sent again
+        training.save()
+        assert (meeting.flight, meeting.done) == (None, done)
+        assert training._exchanges.joined_again
+        training._exchanges.joined_again = False
 
 
 class Taken:
