@@ -143,3 +143,110 @@ def in_windows() -> int:
 @pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="not installed: accelerate")
 def test_steps_that_accelerate_leaves_out_are_no_updates(two: Ranks) -> None:
     assert two.run(in_windows) == [2, 2]
+
+
+SIGNS: Any = {"gradients": {"codec": {"kind": "onebit", "start_step": 0, "block": 64}}}
+
+
+def owed_after(strategy: Any, habit: str) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The parameters, and what is owed, after a loop; "clean" throws no gradients away."""
+    model, optimizer = made()
+    random = torch.Generator().manual_seed(dist.get_rank())
+    others = torch.Generator().manual_seed(7 + dist.get_rank())
+    with accelerate_fsdp(model, optimizer, strategy) as exchange:
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=habit != "zeros")
+            model(torch.randn(3, 4, generator=random)).square().mean().backward()
+            if habit in ("two passes", "two passes, gone"):
+                model(torch.randn(3, 4, generator=random)).square().mean().backward()
+            optimizer.step()
+            if habit == "skipped":
+                optimizer.zero_grad()
+            for _ in range(0 if habit in ("clean", "two passes") else 2):
+                model(torch.randn(3, 4, generator=others)).mean().backward()
+        [state] = exchange.state_dict().values()
+    return whole(model), state["units"]["Sequential"]["error"]
+
+
+def whole(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.full_tensor().detach().clone() for parameter in model.parameters()]  # type: ignore[attr-defined]
+
+
+def thrown_away(habit: str) -> bool:
+    clean = "two passes" if habit.startswith("two passes") else "clean"
+    (theirs, owed), (ours, owed_here) = owed_after(SIGNS, clean), owed_after(SIGNS, habit)
+    assert owed.any()
+    return all(map(torch.equal, [*theirs, owed], [*ours, owed_here]))
+
+
+@pytest.mark.parametrize("habit", ["of a generator's pass", "zeros", "skipped", "two passes, gone"])
+def test_gradients_thrown_away_leave_no_trace(habit: str, two: Ranks) -> None:
+    """As a discriminator's in its generator's pass, also where the state is saved behind that."""
+    assert two.run(thrown_away, habit) == [True, True]
+
+
+def used_by(who: str) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """A loop whose model is stepped by the optimizer of the exchange, or by others."""
+    model, optimizer = made()
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1, foreach=True)
+    known: torch.optim.Optimizer = optimizer
+    if who != "its own":
+        known = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    if who == "in backward":
+        for parameter in params:
+            own = torch.optim.SGD([parameter], lr=0.1, foreach=True)
+
+            def update(_: torch.Tensor, own: torch.optim.Optimizer = own) -> None:
+                own.step()
+                own.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(update)
+    random = torch.Generator().manual_seed(dist.get_rank())
+    with accelerate_fsdp(model, known, SIGNS) as exchange:
+        for _ in range(4):
+            model(torch.randn(3, 4, generator=random)).square().mean().backward()
+            if who == "nobody":
+                with torch.no_grad():
+                    for parameter in params:
+                        assert parameter.grad is not None
+                        parameter.add_(parameter.grad, alpha=-0.1)
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        [state] = exchange.state_dict().values()
+    return whole(model), state["units"]["Sequential"]["error"]
+
+
+def used_alike(who: str) -> bool:
+    (theirs, owed), (ours, owed_here) = used_by("its own"), used_by(who)
+    assert owed.any()
+    return all(map(torch.equal, [*theirs, owed], [*ours, owed_here]))
+
+
+@pytest.mark.parametrize("who", ["another optimizer", "in backward", "nobody"])
+def test_gradients_that_others_use_are_not_taken_for_thrown_away(who: str, two: Ranks) -> None:
+    assert two.run(used_alike, who) == [True, True]
+
+
+def met_late(late: bool) -> torch.Tensor:
+    """What a rank owes after two passes of an update under HSDP; ``late``: replicas meet in the
+    second one alone, and until then there is no ``.grad``."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s")))
+    random = torch.Generator().manual_seed(dist.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with accelerate_fsdp(model, optimizer, SIGNS) as exchange:
+        for last in (False, True):
+            model.set_requires_all_reduce(last or not late)  # type: ignore[operator]
+            model(torch.randn(3, 4, generator=random)).square().mean().backward()
+        optimizer.step()
+        [state] = exchange.state_dict().values()
+    error: torch.Tensor = state["units"]["Sequential"]["error"]
+    return error
+
+
+def test_gradients_that_replicas_get_later_are_not_taken_for_thrown_away(four: Ranks) -> None:
+    for late, at_once in zip(four.run(met_late, True), four.run(met_late, False), strict=True):
+        assert torch.equal(late, at_once)

@@ -69,6 +69,7 @@ def load_state(units: Sequence[Unit], state: Mapping[str, Any]) -> int:
             )
         compressor.calls = saved["calls"]
         compressor.error = None if error is None else error.clone()
+        unit.versions = ()  # what is loaded counts
         unit.owes = [] if error is None else saved["parameters"]
     updates: int = state["updates"]
     return updates
