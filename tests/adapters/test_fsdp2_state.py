@@ -17,6 +17,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from slipstream.adapters.fsdp2 import accelerate_fsdp
 from slipstream.errors import ModelError
@@ -250,3 +255,41 @@ def met_late(late: bool) -> torch.Tensor:
 def test_gradients_that_replicas_get_later_are_not_taken_for_thrown_away(four: Ranks) -> None:
     for late, at_once in zip(four.run(met_late, True), four.run(met_late, False), strict=True):
         assert torch.equal(late, at_once)
+
+
+def tensor_parallel(codec: Any, apart: bool) -> tuple[str, list[float]]:
+    """What is said to a layer whose weight is split over tensor-parallel ranks and whose bias is
+    not, ``apart``: each under its own ``fully_shard``; and its bias, whole, at the end."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=not apart), nn.LayerNorm(8))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallelize_module(model, mesh["tensor"], plan)
+    for module in model if apart else ():
+        fully_shard(module, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    random = torch.Generator().manual_seed(mesh["data"].get_local_rank())
+    try:
+        with accelerate_fsdp(model, optimizer, {"gradients": {"codec": codec}}):
+            for _ in range(3):
+                model(torch.randn(4, 8, generator=random)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    except ModelError as error:
+        return str(error), []
+    common: Any = model[2].bias
+    return "", common.full_tensor().tolist()
+
+
+@pytest.mark.parametrize("codec", ["int8", {"kind": "onebit", "start_step": 0, "block": 64}])
+def test_blocks_do_not_mix_what_tensor_parallel_ranks_have_in_common(
+    codec: Any, four: Ranks
+) -> None:
+    for said, _ in four.run(tensor_parallel, codec, False):
+        assert "Sequential: 0.weight and 1.bias are not split alike" in said
+        assert "choose the codec half or none" in said
+    assert {said for said, _ in four.run(tensor_parallel, "half", False)} == {""}
+    (said, first), *others = four.run(tensor_parallel, codec, True)
+    assert (said, len(first)) == ("", 8)
+    assert all(other == ("", first) for other in others)
