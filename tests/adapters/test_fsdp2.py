@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from inspect import signature
 from pathlib import Path
@@ -259,6 +259,33 @@ def on_ranks_in_another_order() -> bool:
 )
 def test_the_ranks_of_a_mesh_keep_their_order(two: Ranks) -> None:
     assert two.run(on_ranks_in_another_order) == [True, True]
+
+
+def beside_groups_of_some(on: Sequence[int], made_by: Sequence[int]) -> str:
+    """Ranks ``on`` share a model, and those of ``made_by`` have a group more than others."""
+    group = dist.new_group(on)
+    dist.new_group(made_by)
+    if dist.get_rank() not in on:
+        return ""
+    mesh = DeviceMesh.from_group(group, "cpu", mesh=torch.tensor(on))
+    model: Any = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with accelerate_fsdp(model, optimizer, PLAIN) as exchange:
+            model(torch.ones(2, 4)).mean().backward()
+            optimizer.step()
+            return f"{exchange.updates} update"
+    except MismatchError as error:
+        return str(error)
+
+
+def test_ranks_with_different_numbers_of_groups_go_on_or_are_told(three: Ranks) -> None:
+    """torch would wait for half an hour."""
+    assert three.run(beside_groups_of_some, [0, 1, 2], [0, 2]) == ["1 update"] * 3
+    assert three.run(beside_groups_of_some, [0, 1], [0, 1]) == ["1 update"] * 2 + [""]
+    *told, _ = three.run(beside_groups_of_some, [0, 1], [0, 2])
+    for said in told:
+        assert "differs from rank 0 in the number of process groups before accelerate_fsdp" in said
 
 
 def sent(strategy: Mapping[str, object]) -> tuple[int, int, float]:

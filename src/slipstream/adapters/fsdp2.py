@@ -28,7 +28,7 @@ from slipstream.errors import StrategyError, UsageError
 from slipstream.optim.nested_step import around_all, let_have_hooks, stepping
 from slipstream.session.accelerate import strategy_of
 from slipstream.strategy import Strategy
-from slipstream.transport.consistency import agree
+from slipstream.transport.consistency import agree, check_groups
 
 
 def accelerate_fsdp(
@@ -232,7 +232,10 @@ class FsdpExchange:
             members = tuple(dist.get_process_group_ranks(shared))
             if len(members) == 1 or members in groups:
                 continue
-            group = new_group(members, like=shared, members_alone=True)
+            alone = len(members) < dist.get_world_size()
+            if alone:
+                check_groups(shared, "accelerate_fsdp (make those of some ranks alone after it)")
+            group = new_group(members, like=shared, members_alone=alone)
             assert group is not None
             groups[members] = group
             agree({"strategy": self.strategy.to_json()} | units, group, error)
