@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from slipstream.adapters.fsdp2 import accelerate_fsdp
-from slipstream.errors import ModelError
+from slipstream.errors import ModelError, UsageError
 from slipstream.trace import chrome
 from tests.harness.ranks import Ranks
 
@@ -114,6 +115,39 @@ def test_what_is_owed_to_a_layer_never_goes_to_another_of_its_size(two: Ranks) -
     for said in two.run(trained_in_turns):
         assert "since the pass before, 0.bias was frozen or unfrozen" in said
         assert "close() this exchange and make a new one" in said
+        assert "else start_step begins anew" in said
+
+
+def thawed() -> tuple[int, int, list[str], bool, str]:
+    """Updates and exchanges of a new exchange that goes on from the state of one before a layer was
+    thawed, what it warns of, whether it owes nothing at first; and what is said to the state of
+    another model."""
+    model, optimizer = made()
+    model[2].requires_grad_(False)
+    with accelerate_fsdp(model, optimizer, OWES) as exchange:
+        trained(model, optimizer, 2)
+        state = exchange.state_dict()
+    model[2].requires_grad_(True)
+    with accelerate_fsdp(model, optimizer, OWES) as exchange:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            exchange.load_state_dict(state)
+        [now] = exchange.state_dict().values()
+        [unit] = now["units"].values()
+        trained(model, optimizer, 1)
+        [kept] = state.values()
+        kept["units"]["Sequential"]["parameters"] = ["9.weight"]
+        with pytest.raises(UsageError) as refused:
+            exchange.load_state_dict(state)
+    said = [str(one.message) for one in caught]
+    return exchange.updates, unit["calls"], said, not unit["error"].any(), str(refused.value)
+
+
+def test_after_thawing_a_new_exchange_goes_on_from_the_state_of_the_old_one(two: Ranks) -> None:
+    for updates, calls, [said], owes_nothing, refused in two.run(thawed):
+        assert (updates, calls, owes_nothing) == (3, 2, True)
+        assert "Sequential: since this state was saved, 2.bias, 2.weight were frozen or" in said
+        assert "this state is of ['9.weight']" in refused
 
 
 def made_by_dcp(folder: str) -> int:

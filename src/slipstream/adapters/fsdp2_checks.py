@@ -151,6 +151,7 @@ def check_width(unit: Unit, width: int) -> None:
             f"{unit.name}: gradients of {width} values a rank came; its trainable parameters have "
             f"{unit.width}{since}. The codec owes parts of earlier gradients to each of them, so "
             "all need one in every pass: call set_reduce_scatter_unused_params(True); after "
-            "freezing or unfreezing, close() this exchange and make a new one"
+            "freezing or unfreezing, close() this exchange and make a new one, and let it "
+            "load_state_dict() of this one's state_dict(): else start_step begins anew"
         )
     unit.owes = trainable
