@@ -327,3 +327,25 @@ def test_blocks_do_not_mix_what_tensor_parallel_ranks_have_in_common(
     (said, first), *others = four.run(tensor_parallel, codec, True)
     assert (said, len(first)) == ("", 8)
     assert all(other == ("", first) for other in others)
+
+
+def rounded_by_replicas() -> torch.Tensor:
+    """What a rank owes after all had the same gradients: the errors of rounding."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s")))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    codec = {"kind": "int8", "rounding": "stochastic", "error_feedback": True}
+    with accelerate_fsdp(model, optimizer, {"gradients": {"codec": codec}}) as exchange:
+        model(torch.randn(3, 64)).square().mean().backward()
+        optimizer.step()
+        [state] = exchange.state_dict().values()
+    error: torch.Tensor = state["units"]["Linear"]["error"]
+    return error
+
+
+def test_replicas_round_by_random_streams_of_their_own(four: Ranks) -> None:
+    """Else their errors would not average out."""
+    first, _, its_replica, _ = four.run(rounded_by_replicas)
+    assert first.any()
+    assert not torch.equal(first, its_replica)

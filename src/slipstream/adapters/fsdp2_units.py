@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from slipstream.codecs import Int8Codec, OneBitCodec, Ranks, ScatterCompressor
-from slipstream.codecs.compressor import real_dtype
+from slipstream.codecs.compressor import mixed, real_dtype
 from slipstream.codecs.int4 import Int4Codec
 from slipstream.errors import ModelError
 from slipstream.strategy import CodecVariant, Int4Config, Int8Config, OneBitConfig
@@ -153,7 +153,11 @@ def comm_of(unit: Unit) -> object:
 
 def compressor_of(codec: CodecVariant | None, unit: Unit) -> ScatterCompressor | None:
     """The compressor of a unit's gradients; None: they travel as they are, or in half."""
-    seed = crc32(unit.name.encode())
+    # Replicas round by streams of their own, or their errors would not average out. Ranks of tensor
+    # parallelism share one: what they have in common must stay so.
+    mesh = unit.group.mesh_info
+    replica = mesh.replicate_mesh_rank if isinstance(mesh, HSDPMeshInfo) else 0
+    seed = mixed(crc32(unit.name.encode()), replica)
     match codec:
         case Int8Config():
             coding = Int8Codec(codec.block, codec.rounding)
