@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rich.console import Console
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -235,6 +236,56 @@ def test_a_mesh_of_two_dimensions(two: Ranks) -> None:
 def test_three_ranks_add_up_in_another_order_alone(three: Ranks) -> None:
     for differences, _ in three.run(both, "a plain loop"):
         assert max(differences) < 1e-5
+
+
+def on_ranks_in_another_order() -> bool:
+    ours = []
+    for strategy in (None, PLAIN):
+        backwards = dist.new_group([1, 0], sort_ranks=False)
+        mesh = DeviceMesh.from_group(backwards, "cpu", mesh=torch.tensor([1, 0]))
+        torch.manual_seed(0)
+        model: Any = fully_shard(nn.Linear(4, 4), mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with ExitStack() as stack:
+            if strategy is not None:
+                stack.enter_context(accelerate_fsdp(model, optimizer, strategy))
+            model(torch.arange(8.0).view(2, 4)).square().mean().backward()
+        ours.append([p.grad.to_local() for p in model.parameters()])
+    return all(map(torch.equal, *ours))
+
+
+@pytest.mark.skipif(
+    "sort_ranks" not in signature(dist.new_group).parameters, reason="torch sorts all groups"
+)
+def test_the_ranks_of_a_mesh_keep_their_order(two: Ranks) -> None:
+    assert two.run(on_ranks_in_another_order) == [True, True]
+
+
+def beside_groups_of_some(on: Sequence[int], made_by: Sequence[int]) -> str:
+    """Ranks ``on`` share a model, and those of ``made_by`` have a group more than others."""
+    group = dist.new_group(on)
+    dist.new_group(made_by)
+    if dist.get_rank() not in on:
+        return ""
+    mesh = DeviceMesh.from_group(group, "cpu", mesh=torch.tensor(on))
+    model: Any = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with accelerate_fsdp(model, optimizer, PLAIN) as exchange:
+            model(torch.ones(2, 4)).mean().backward()
+            optimizer.step()
+            return f"{exchange.updates} update"
+    except MismatchError as error:
+        return str(error)
+
+
+def test_ranks_with_different_numbers_of_groups_go_on_or_are_told(three: Ranks) -> None:
+    """torch would wait for half an hour."""
+    assert three.run(beside_groups_of_some, [0, 1, 2], [0, 2]) == ["1 update"] * 3
+    assert three.run(beside_groups_of_some, [0, 1], [0, 1]) == ["1 update"] * 2 + [""]
+    *told, _ = three.run(beside_groups_of_some, [0, 1], [0, 2])
+    for said in told:
+        assert "differs from rank 0 in the number of process groups before accelerate_fsdp" in said
 
 
 def sent(strategy: Mapping[str, object]) -> tuple[int, int, float]:

@@ -330,6 +330,13 @@ def mistakes_with_fabric() -> None:
     optimizer.step()
     with pytest.raises(ModelError, match=r"setup\(\) got several optimizers"):
         fabric.setup_optimizers(adamw(model_of_tests()))
+    with pytest.raises(ModelError, match=r"setup\(\) got several models.*freeze one"):
+        fabric.setup_module(model_of_tests())  # without an optimizer that Fabric knows
+    fabric.setup_module(model_of_tests().requires_grad_(False))
+    fabric.strategy.close()
+    fabric.setup_module(model_of_tests())
+    with pytest.raises(ModelError, match=r"setup\(\) got several models"):
+        fabric.setup_module(model_of_tests())
     fabric.strategy.close()
     again = model_of_tests()
     fabric.setup(again, adamw(again))  # as for the next fold of a cross-validation

@@ -71,7 +71,7 @@ def all_exchanges(cases: Sequence[tuple[Sequence[Sequence[int]], str]]) -> list[
 
 def test_every_codec_on_every_numbering(six: Ranks) -> None:
     # The flat ones first: they need ranks that have made as many groups as each other.
-    cases = [(NODES[name], "flat") for name in ("3 x 2", "2 x 2, permuted")]
+    cases = [(NODES[name], "flat") for name in ("3 x 2", "2 x 3, permuted", "2 x 2, permuted")]
     cases += [(nodes, "direct") for nodes in NODES.values()]
     for (nodes, between), *by_rank in zip(cases, *six.run(all_exchanges, cases), strict=True):
         first, *others = by_rank[: sum(map(len, nodes))]

@@ -43,7 +43,7 @@ class FabricStrategy(DDPStrategy):
     Raises:
         UsageError: an argument of DistributedDataParallel; an optimizer set up without its model;
             clipping by another norm than 2, or by that of some trained parameters.
-        ModelError: several optimizers.
+        ModelError: several models that train, or optimizers.
 
     Exactness: that of the strategy.
 
@@ -69,6 +69,13 @@ class FabricStrategy(DDPStrategy):
         self._backward_sync_control = _NoSync(self)
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]  # not DDP
+        before = [one.module for one in self._set_up]
+        if self.session is not None and not self.session.closed:
+            before.append(self.session.model)
+        trained = {id(p) for one in before for p in one.parameters() if p.requires_grad}
+        own = {id(p) for p in module.parameters() if p.requires_grad}
+        if trained and own - trained:  # nobody would average what is not the session's
+            raise several("models", "setup()", "strategy.close()")
         self._set_up.append(_InPlaceOfDdp(module))
         return self._set_up[-1]
 
@@ -161,6 +168,7 @@ class FabricStrategy(DDPStrategy):
         """Close the session, on all ranks, before the process group ends: under ``local`` the model
         is then the mean of all ranks'. ``setup()`` may open another afterwards."""
         session, self.session = self.session, None
+        self._set_up = []
         if self._opened_with is not None:
             self._opened_with.wrapped = None
             self._opened_with = None

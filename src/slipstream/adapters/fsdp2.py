@@ -22,12 +22,13 @@ from slipstream.adapters.fsdp2_reduce import Reducer, UnitReduceScatter
 from slipstream.adapters.fsdp2_state import load_state, state_of
 from slipstream.adapters.fsdp2_trace import FsdpTracer
 from slipstream.adapters.fsdp2_units import Unit, comm_of, compressor_of, units_of
+from slipstream.adapters.fsdp2_used import Uses
 from slipstream.cluster.groups import new_group
 from slipstream.errors import StrategyError, UsageError
 from slipstream.optim.nested_step import around_all, let_have_hooks, stepping
 from slipstream.session.accelerate import strategy_of
 from slipstream.strategy import Strategy
-from slipstream.transport.consistency import agree
+from slipstream.transport.consistency import agree, check_groups
 
 
 def accelerate_fsdp(
@@ -104,9 +105,10 @@ class FsdpExchange:
         self._hooks: list[Any] = []
         groups = self._groups(error)
         self._tracer = None if strategy.trace.steps is None else self._trace(optimizer)
-        self._reducer = Reducer(strategy, groups, self._tracer)
         for unit in self._units:
             unit.compressor = compressor_of(strategy.gradients.codec, unit)
+        self._uses = Uses(self._units)
+        self._reducer = Reducer(strategy, groups, self._tracer, self._uses)
         for unit in self._units:
             unit.module.set_custom_reduce_scatter(UnitReduceScatter(self._reducer, unit))
             if self._tracer is not None:
@@ -116,7 +118,7 @@ class FsdpExchange:
             # As torch's own hooks: a compiled model would trace it.
             model.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._begin())),
             optimizer.register_step_pre_hook(lambda *_: self.wait()),
-            optimizer.register_step_post_hook(around_all(lambda *_: self._updated())),
+            optimizer.register_step_post_hook(around_all(lambda *_: self._updated(optimizer))),
         ]
 
     @property
@@ -199,8 +201,9 @@ class FsdpExchange:
                 "accelerate_fsdp; call accelerate_fsdp after them"
             )
 
-    def _updated(self) -> None:
+    def _updated(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step, but for one that no gradients came before: DCP takes it to make states."""
+        self._uses.note(optimizer)  # of one without torch's hooks, too
         if not self._reducer.reduced:
             return
         self._reducer.updates += 1
@@ -229,7 +232,10 @@ class FsdpExchange:
             members = tuple(dist.get_process_group_ranks(shared))
             if len(members) == 1 or members in groups:
                 continue
-            group = new_group(members, like=shared, members_alone=True)
+            alone = len(members) < dist.get_world_size()
+            if alone:
+                check_groups(shared, "accelerate_fsdp (make those of some ranks alone after it)")
+            group = new_group(members, like=shared, members_alone=alone)
             assert group is not None
             groups[members] = group
             agree({"strategy": self.strategy.to_json()} | units, group, error)
@@ -248,6 +254,7 @@ class FsdpExchange:
             if self._tracer is not None and self._tracer.gathers(unit.group._all_gather_comm):
                 unit.module.set_custom_all_gather(DefaultAllGather())
         self._reducer.close()
+        self._uses.close()
         # The groups stay until the script destroys its own: torch would give a new one of the same
         # ranks the name of one that is gone, and read its addresses (2.13).
         self._hooks, self._tracer = [], None

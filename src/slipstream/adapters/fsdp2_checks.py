@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 
 from slipstream.adapters.fsdp2_units import Unit, comm_of
 from slipstream.errors import ModelError, StrategyError
-from slipstream.strategy import CodecVariant, Strategy
+from slipstream.strategy import CodecVariant, HalfConfig, Strategy
 from slipstream.strategy.codec import SCATTERED
 
 REFUSED: Mapping[str, str] = {
@@ -60,6 +60,31 @@ def check_units(units: Sequence[Unit], codec: CodecVariant | None) -> None:
                 f"{unit.name}: the complex parameters {', '.join(complex_ones)} under the codec "
                 f"{codec.kind}; allowed: real ones, or no codec"
             )
+        if codec is not None and not isinstance(codec, HalfConfig):
+            check_alike_outside(unit, codec)
+
+
+def check_alike_outside(unit: Unit, codec: CodecVariant) -> None:
+    """Refuse blocks that hold values which ranks of tensor parallelism have in common, beside some
+    that differ there: values of a block share a scale, and common ones would part.
+
+    Raises:
+        ModelError: parameters of a module are split over other meshes than the rest of it.
+    """
+    found: dict[object, str] = {}
+    for param in unit.group.fsdp_params:
+        spec = param._unsharded_dtensor_spec
+        places = () if spec is None else spec.placements
+        split = tuple(dim for dim, place in enumerate(places) if not place.is_replicate())
+        found.setdefault((spec.mesh, split) if spec and split else None, unit.path(param))
+    if len(found) > 1:
+        one, other, *_ = found.values()
+        raise ModelError(
+            f"{unit.name}: {one} and {other} are not split alike outside of data parallelism (by "
+            f"tensor parallelism), but blocks of the codec {codec.kind} would hold values of both, "
+            "and parameters that ranks have in common would drift apart; call fully_shard on the "
+            "modules of each by themselves first, or choose the codec half or none"
+        )
 
 
 def check_device(device: torch.device, codec: CodecVariant | None, name: str) -> None:
@@ -126,6 +151,7 @@ def check_width(unit: Unit, width: int) -> None:
             f"{unit.name}: gradients of {width} values a rank came; its trainable parameters have "
             f"{unit.width}{since}. The codec owes parts of earlier gradients to each of them, so "
             "all need one in every pass: call set_reduce_scatter_unused_params(True); after "
-            "freezing or unfreezing, close() this exchange and make a new one"
+            "freezing or unfreezing, close() this exchange and make a new one, and let it "
+            "load_state_dict() of this one's state_dict(): else start_step begins anew"
         )
     unit.owes = trainable

@@ -22,6 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from slipstream.adapters.fsdp2_checks import check_width
 from slipstream.adapters.fsdp2_trace import FsdpTracer, traced_args
 from slipstream.adapters.fsdp2_units import Unit
+from slipstream.adapters.fsdp2_used import Uses
 from slipstream.codecs import HalfCodec
 from slipstream.errors import UsageError
 from slipstream.strategy import DirectConfig, HalfConfig, Strategy
@@ -41,6 +42,7 @@ class Reducer:
         strategy: says the codec, and whether exchanges overlap backward.
         groups: of each set of ranks that share units.
         tracer: records them; None: nobody does.
+        uses: tells which exchanges count.
 
     Attributes:
         updates: steps of the optimizer so far that gradients came before.
@@ -54,10 +56,11 @@ class Reducer:
         strategy: Strategy,
         groups: Mapping[tuple[int, ...], dist.ProcessGroup],
         tracer: FsdpTracer | None,
+        uses: Uses,
     ) -> None:
         self.updates = self.sent_bytes = self.under_way = 0
         self.reduced = False
-        self._gradients, self._tracer = strategy.gradients, tracer
+        self._gradients, self._tracer, self._uses = strategy.gradients, tracer, uses
         self._channels: dict[tuple[int, ...], Channel] = {}
         recorder = None if tracer is None else tracer.recorder
         for members, group in groups.items():
@@ -81,8 +84,9 @@ class Reducer:
         late = self.updates < getattr(codec, "start_step", 0)
         exchange: Request | ExchangeSteps
         if unit.compressor is not None and not late:
+            self._uses.before_exchange(unit)
             check_width(unit, rows.shape[1])
-            exchange = self._steps(unit, unit.compressor.exchange(rows, out), args)
+            exchange = self._steps(unit, rows, out, args)
         else:
             if isinstance(codec, HalfConfig):
                 if average:  # before the cast: a sum overflows only where the average would
@@ -150,10 +154,14 @@ class Reducer:
             )
         )
 
-    def _steps(self, unit: Unit, steps: ExchangeSteps, args: dict[str, Any]) -> ExchangeSteps:
-        for request in steps:
+    def _steps(
+        self, unit: Unit, rows: torch.Tensor, out: torch.Tensor, args: dict[str, Any]
+    ) -> ExchangeSteps:
+        assert unit.compressor is not None
+        for request in unit.compressor.exchange(rows, out):
             self._count(request, unit, args)
             yield request
+        unit.nonzero = unit.compressor.feedback and bool(out.any())
 
     def _count(self, request: Request, unit: Unit, args: dict[str, Any]) -> None:
         sent = round(sent_bytes(request, unit.ranks.count))

@@ -7,6 +7,7 @@ that are there.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,8 @@ def state_of(units: Sequence[Unit], updates: int) -> dict[str, Any]:
 
 
 def load_state(units: Sequence[Unit], state: Mapping[str, Any]) -> int:
-    """Put the state of this rank back; returns its number of updates.
+    """Put the state of this rank back; returns its number of updates. Warns of what is owed to
+    parameters that were frozen since, or beside others that were thawed: it is dropped.
 
     Raises:
         UsageError: the state is of another rank, of another number of ranks, or of other modules.
@@ -57,11 +59,17 @@ def load_state(units: Sequence[Unit], state: Mapping[str, Any]) -> int:
         error = saved["error"]
         if error is not None and not error.any():
             error = None  # nothing is owed yet, and other parameters may train since
-        if (
-            error is not None
-            and unit.trainable  # else frozen for the moment, as a discriminator is
-            and (saved["parameters"] != unit.trainable or error.shape[1] != unit.width)
-        ):
+        changed = sorted({*saved["parameters"]} ^ {*unit.trainable})
+        if error is None or not unit.trainable:
+            pass  # frozen for the moment, as a discriminator is
+        elif changed and {*saved["parameters"]} <= {*map(unit.path, unit.group.fsdp_params)}:
+            warnings.warn(
+                f"{name}: since this state was saved, {', '.join(changed)} were frozen or "
+                "unfrozen; what the codec owed to its parameters is dropped",
+                stacklevel=3,
+            )
+            error = None
+        elif changed or error.shape[1] != unit.width:
             raise UsageError(
                 f"{name}: this state is of {saved['parameters']} with {error.shape[1]} values "
                 f"a rank, trainable are here {unit.trainable} with {unit.width}: load it into "
@@ -69,6 +77,7 @@ def load_state(units: Sequence[Unit], state: Mapping[str, Any]) -> int:
             )
         compressor.calls = saved["calls"]
         compressor.error = None if error is None else error.clone()
+        unit.versions = ()  # what is loaded counts
         unit.owes = [] if error is None else saved["parameters"]
     updates: int = state["updates"]
     return updates

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 
 from slipstream.codecs import Int8Codec, OneBitCodec, Ranks, ScatterCompressor
-from slipstream.codecs.compressor import real_dtype
+from slipstream.codecs.compressor import mixed, real_dtype
 from slipstream.codecs.int4 import Int4Codec
 from slipstream.errors import ModelError
 from slipstream.strategy import CodecVariant, Int4Config, Int8Config, OneBitConfig
@@ -37,6 +38,9 @@ class Unit:
         paths: of all modules of the model.
         compressor: of its gradients; None: they travel as they are, or in half.
         owes: paths of the parameters to which what the compressor keeps belongs.
+        used: whether an optimizer has used gradients since the last exchange.
+        versions: of the parameters at the last exchange, which tell of other updates.
+        nonzero: whether the last exchange gave this rank a value other than zero.
     """
 
     name: str
@@ -46,6 +50,9 @@ class Unit:
     paths: Mapping[nn.Module, str]
     compressor: ScatterCompressor | None = None
     owes: list[str] = field(default_factory=list)
+    used: bool = False
+    versions: Sequence[int] = ()
+    nonzero: bool = False
 
     @property
     def trainable(self) -> list[str]:
@@ -58,12 +65,34 @@ class Unit:
         params = [p for p in self.group.fsdp_params if p.sharded_param.requires_grad]
         return sum(p.padded_sharded_param_size.numel() for p in params)
 
+    @property
+    def versions_now(self) -> Sequence[int]:
+        """Versions of the parameters, which change in place; not by ``foreach``."""
+        return [p.sharded_param._version for p in self.group.fsdp_params]
+
+    @property
+    def counts(self) -> bool:
+        """Whether the last exchange counts already, as its gradients were used; also before the
+        first one."""
+        return self.used or self.versions != self.versions_now
+
+    @property
+    def gone(self) -> bool:
+        """Whether the gradients of the last exchange are there no more, by ``zero_grad``."""
+        grads = [p.sharded_param.grad for p in self.group.fsdp_params]
+        # Set where replicas of HSDP meet later; .grad is None until then.
+        return self.group._partial_reduce_output is None and all(
+            grad is None or (self.nonzero and not local(grad).any()) for grad in grads
+        )
+
     def owed(self) -> torch.Tensor | None:
         """A copy of what the codec has not sent yet, zeros before it has sent anything; None: it
-        owes nothing, now or later."""
+        owes nothing, now or later. Without exchanges that do not count yet: who goes on from a
+        state lacks their gradients."""
         compressor, width = self.compressor, self.width
         if compressor is not None and compressor.error is not None:
-            return compressor.error.clone()
+            error = compressor.error if self.counts else compressor.settled
+            return torch.zeros_like(compressor.error) if error is None else error.clone()
         if compressor is None or not compressor.feedback or not width:
             return None
         policy = self.group.mp_policy
@@ -112,6 +141,11 @@ def _unwrapped(path: str) -> str:
     return ".".join(part for part in path.split(".") if part not in WRAPPERS)
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def comm_of(unit: Unit) -> object:
     """The reduce-scatter that torch calls."""
     return unit.group._reduce_scatter_comm
@@ -119,7 +153,11 @@ def comm_of(unit: Unit) -> object:
 
 def compressor_of(codec: CodecVariant | None, unit: Unit) -> ScatterCompressor | None:
     """The compressor of a unit's gradients; None: they travel as they are, or in half."""
-    seed = crc32(unit.name.encode())
+    # Replicas round by streams of their own, or their errors would not average out. Ranks of tensor
+    # parallelism share one: what they have in common must stay so.
+    mesh = unit.group.mesh_info
+    replica = mesh.replicate_mesh_rank if isinstance(mesh, HSDPMeshInfo) else 0
+    seed = mixed(crc32(unit.name.encode()), replica)
     match codec:
         case Int8Config():
             coding = Int8Codec(codec.block, codec.rounding)

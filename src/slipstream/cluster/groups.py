@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import torch.distributed as dist
@@ -31,16 +32,21 @@ def new_group(
     """``dist.new_group``; None on a rank outside. All groups that slipstream makes come from here.
 
     Args:
-        ranks: of the world; None: all of them.
+        ranks: of the world, in the order of the new group's; None: all of them.
         like: has the timeout of the new group, unless that is given (None: the world).
         timeout: None: that of ``like``.
         backend: None: that of the world.
         members_alone: whether only the ranks inside call this, not all of the world.
     """
+    ordered: dict[str, Any] = {}
+    # torch sorts ranks otherwise, and before 2.12 always; its own groups are sorted then, too.
+    if ranks is not None and "sort_ranks" in signature(dist.new_group).parameters:
+        ordered["sort_ranks"] = False
     group = dist.new_group(
         None if ranks is None else list(ranks),
         timeout=timeout or timeout_of(like or dist.distributed_c10d._get_default_group()),
         backend=backend,
         use_local_synchronization=members_alone,
+        **ordered,
     )
     return group if isinstance(group, dist.ProcessGroup) else None  # torch marks ranks outside

@@ -28,14 +28,15 @@ class ScatterCompressor:
     Args:
         codec: encodes blocks of values.
         ranks: that take part.
-        feedback: whether what encoding leaves out is added to the next values; costs as much memory
-            as the rows of the other ranks, in fp32.
+        feedback: whether what encoding leaves out is added to the next values; costs twice as much
+            memory as the rows of the other ranks, in fp32.
         seed: of random streams; another one for each tensor.
 
     Attributes:
         calls: exchanges so far.
         error: what the other ranks were not sent yet, a row for each of them, in their order; None:
             nothing was exchanged, or nothing is fed back.
+        settled: the ``error`` of the last `settle`.
 
     Example:
         >>> from slipstream.codecs import Int8Codec
@@ -53,6 +54,7 @@ class ScatterCompressor:
         self.codec, self.ranks, self.feedback = codec, ranks, feedback
         self.calls = 0
         self.error: Tensor | None = None
+        self.settled: Tensor | None = None
         self._seed, self._random = seed, torch.Generator()
         self._others = [rank for rank in range(ranks.count) if rank != ranks.rank]
 
@@ -92,6 +94,22 @@ class ScatterCompressor:
             for part, coded in self._parts(width, dtype, send[other]):
                 self.error[place, part] -= self._decode(coded, part, dtype)
         self._sum(rows[self.ranks.rank], receive, out, dtype)
+
+    def settle(self) -> None:
+        """All exchanges so far count; those that follow can be taken back."""
+        if self.error is None:
+            self.settled = None
+        elif self.settled is None:
+            self.settled = self.error.clone()
+        else:
+            self.settled.copy_(self.error)
+
+    def take_back(self) -> None:
+        """Owe what was owed at the last `settle`: no exchange since counts."""
+        if self.settled is None:
+            self.error = None
+        elif self.error is not None:
+            self.error.copy_(self.settled)
 
     def _sum(self, own: Tensor, receive: Tensor, out: Tensor, dtype: torch.dtype) -> None:
         """Add up in rank order what came and this rank's own row."""

@@ -50,6 +50,21 @@ def agree(
     raise MismatchError("\n".join(complaints))
 
 
+def check_groups(group: dist.ProcessGroup, before: str) -> None:
+    """Refuse ranks that cannot make a group by themselves: torch names one by how many each of its
+    ranks has, and ranks with another name would wait for one another. Collective.
+
+    Args:
+        group: of the ranks; of CPU tensors.
+        before: the use of the new group, for the message.
+
+    Raises:
+        MismatchError: ranks have different numbers of groups.
+    """
+    made = len(dist.distributed_c10d._world.pg_names)  # torch tells it nowhere else (2.13)
+    agree({f"the number of process groups before {before}": str(made)}, group)
+
+
 def broadcast_from_first(value: T, group: dist.ProcessGroup) -> T:
     """The ``value`` of the first rank of a group, on all of them.
 

@@ -35,7 +35,7 @@ from slipstream.cluster.groups import new_group, timeout_of
 from slipstream.errors import ClusterError
 from slipstream.strategy import DirectConfig, FlatConfig, HierarchicalConfig
 from slipstream.transport.ahead import TAGS
-from slipstream.transport.consistency import agree
+from slipstream.transport.consistency import check_groups
 from slipstream.transport.direct import DirectTransport
 from slipstream.transport.flat import FlatTransport
 from slipstream.transport.host_memory import share_memory
@@ -266,10 +266,7 @@ def _check_groups(hosts: Hosts, group: dist.ProcessGroup) -> None:
             f"gradients.transport.between flat needs as many ranks on each host; they have "
             f"{sizes}; write between: direct"
         )
-    # torch names such a group by how many each of its ranks has; with another name none would come.
-    made = len(dist.distributed_c10d._world.pg_names)
-    subject = "process groups before gradients.transport.between flat (between: direct needs none)"
-    agree({subject: str(made)}, group)
+    check_groups(group, "gradients.transport.between flat (between: direct needs none)")
 
 
 def _between(
