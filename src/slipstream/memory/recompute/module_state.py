@@ -87,7 +87,9 @@ class StateReplay:
         ]
         # without their graphs, each of which would keep the one of the step before
         self._settings = [(m, {k: _cut_off(v) for k, v in held.items()}) for m, held in settings]
+        names = _names(modules)
         yield
+        self._settings += _made_since(names)
         for module, name, value, version in versions:
             if _version(value) != version:
                 raise UsageError(
@@ -138,11 +140,12 @@ class StateReplay:
 @contextmanager
 def settings_kept(module: nn.Module, objects: Sequence[object] = ()) -> Iterator[None]:
     """Undo what a run changes in the settings of a module, of all modules in it and of objects."""
-    before = _settings(modules_in([module]), objects)
+    modules = modules_in([module])
+    before, names = _settings(modules, objects), _names(modules)
     try:
         yield
     finally:
-        _restore(before)
+        _restore(before + _made_since(names))
 
 
 def modules_in(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -167,6 +170,16 @@ def _settings(modules: Iterable[nn.Module], objects: Iterable[object]) -> Settin
 
 def _scalars(values: Mapping[str, Any], *others: type) -> dict[str, Any]:
     return {k: v for k, v in values.items() if type(v) in _SCALARS or isinstance(v, others)}
+
+
+def _names(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, frozenset[str]]]:
+    return [(module, frozenset(vars(module))) for module in modules]
+
+
+def _made_since(names: Iterable[tuple[nn.Module, frozenset[str]]]) -> Settings:
+    """The settings that were not there before, as absent."""
+    made = [(module, _scalars(vars(module), Tensor).keys() - before) for module, before in names]
+    return [(module, dict.fromkeys(new, _ABSENT)) for module, new in made if new]
 
 
 def _cut_off(value: Any) -> Any:
