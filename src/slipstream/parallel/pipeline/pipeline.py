@@ -31,7 +31,13 @@ from slipstream.parallel.pipeline.micro_batches import MicroBatch, micro_batches
 from slipstream.parallel.pipeline.schedules import ScheduleName
 from slipstream.parallel.pipeline.shape_inference import device_of, sequential_forward
 from slipstream.parallel.pipeline.split_points import SplitPoints
-from slipstream.parallel.pipeline.stage_module import CurrentBatch, LossFn, StageModule, timed_stage
+from slipstream.parallel.pipeline.stage_module import (
+    CurrentBatch,
+    LossFn,
+    RandomNumbers,
+    StageModule,
+    timed_stage,
+)
 from slipstream.parallel.pipeline.stage_parameters import StageParameters
 from slipstream.parallel.pipeline.stages import Stages
 from slipstream.trace.recorder import Recorder
@@ -288,15 +294,12 @@ class Pipeline:
 
     @contextmanager
     def _random_numbers_in_step(self) -> Iterator[None]:
-        """Let ranks that drew the same random numbers before do so again afterwards, however many
-        the dropout of a stage takes: else their loaders would come to shuffle differently."""
+        """Let ranks that drew the same random numbers before do so again in the code of the model
+        itself, and afterwards, however many the dropout of a stage takes: else their loaders would
+        come to shuffle differently."""
         drawn = int(torch.randint(2**31 - 1, (), device="cpu"))
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-            # else the next batch would get almost the same ones
-            torch.default_generator.manual_seed(drawn)
-            if self._device.type == "cuda":  # whose seed may be of this rank alone
-                with torch.cuda.device(self._device):
-                    torch.cuda.manual_seed(drawn ^ torch.cuda.initial_seed())
+            self._batch.numbers = RandomNumbers(drawn, self.micro_batches, self._device)
             yield
 
     def _mean_loss(self) -> torch.Tensor:

@@ -9,6 +9,7 @@ stage to stage: the first floating-point argument of the module at the split poi
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -53,6 +54,7 @@ class _Run:
         recorded: what modules of this stage returned, where the run is recorded.
         calls: of modules before the stage, so far.
         integer: what modules before the stage return where they returned integers or bool.
+        enter: called where the stage begins, if it is not the first.
     """
 
     stage: int
@@ -62,6 +64,7 @@ class _Run:
     recorded: Returned | None = None
     calls: Counter[str] = field(default_factory=Counter)
     integer: int = 0
+    enter: Callable[[], None] | None = None
 
 
 class Stages:
@@ -104,6 +107,7 @@ class Stages:
         returned: Returned,
         *,
         integer: int = 0,
+        enter: Callable[[], None] | None = None,
     ) -> Any:
         """Run the forward of one stage.
 
@@ -113,6 +117,7 @@ class Stages:
             batch: inputs of the whole model, the same on every stage.
             returned: what `run_recorded` recorded on the stages before, for inputs of these shapes.
             integer: takes the place of integers and bool in ``returned``.
+            enter: called where the stage begins, if it is not the first.
 
         Returns:
             The tensor for the next stage; of the last stage, what the model returns.
@@ -120,7 +125,8 @@ class Stages:
         Raises:
             ModelError: the model called its modules differently than when it was recorded.
         """
-        return self._forward(_Run(stage, received, stage == 0, integer=integer), batch, returned)
+        run = _Run(stage, received, stage == 0, integer=integer, enter=enter)
+        return self._forward(run, batch, returned)
 
     def integers_before(self, stage: int, returned: Returned) -> list[str]:
         """The modules before a stage that returned a tensor which cannot be NaN."""
@@ -300,6 +306,8 @@ def _enter_stage(run: _Run, path: str) -> CallOverride:
                 f"{path!r} takes more than one tensor that is computed before it (cut where one "
                 "tensor flows), or an input of the model itself that has NaN"
             )
+        if run.enter is not None:  # in recomputation, too
+            run.enter()
         return module(*args, **kwargs)
 
     return override
