@@ -19,6 +19,13 @@ from slipstream.comm.groups import Group
 from slipstream.comm.tensor_spec import TensorSpec
 from slipstream.errors import ModelError
 from slipstream.parallel.pipeline.micro_batches import MicroBatch
+from slipstream.parallel.pipeline.shared_buffers import (
+    Changes,
+    are_equal,
+    changed,
+    check_changes,
+    shared_buffers,
+)
 from slipstream.parallel.pipeline.stages import Returned, Stages
 from slipstream.pytree import mapped, tensors
 from slipstream.transport.consistency import collective_errors
@@ -54,10 +61,14 @@ def sequential_forward(
         group: the ranks of the pipeline.
 
     Raises:
-        ModelError: what a stage raised, on every rank; names stage and rank.
+        ModelError: what a stage raised, on every rank; names stage and rank. With a loss also: a
+            buffer that several ranks hold is updated by some of them.
     """
     outputs, hidden, device = StageOutputs(), None, device_of(stages.model)
     last = stages.split_points.num_stages - 1
+    place = (stages.model, stages.split_points, group.size)
+    shared = shared_buffers(*place) if loss_fn is not None else {}
+    changes: list[Changes] = []
 
     def on_device(spec: TensorSpec) -> TensorSpec:
         """``spec`` from another rank, whose model is on another device of the same type."""
@@ -76,7 +87,8 @@ def sequential_forward(
                     requires_grad = isinstance(result, torch.Tensor) and result.requires_grad
                     result = mapped(result, lambda x: x.detach().cpu())
                     # Pickled inside the try: a result that cannot be is an error on all ranks.
-                    payload = pickle.dumps((returned, result, requires_grad))
+                    made = changed(stages.model, shared)
+                    payload = pickle.dumps((returned, result, requires_grad, made))
             except Exception as error:
                 kind = "" if isinstance(error, ModelError) else f"{type(error).__name__}: "
                 text = f"stage {stage} on rank {group.ranks[owner]}: {kind}{error}"
@@ -88,13 +100,15 @@ def sequential_forward(
         message = pickle.loads(payloads[0])
         if isinstance(message, str):
             raise ModelError(message) from cause
-        returned, result, requires_grad = message
+        returned, result, requires_grad, made = message
+        changes.append(made)
         for path, calls in mapped(returned, on_device, TensorSpec).items():
             outputs.returned.setdefault(path, []).extend(calls)
         outputs.result = mapped(result, lambda x: x.to(device))
         if stage < last or loss_fn is not None:
             hidden = outputs.result.requires_grad_(requires_grad)
             outputs.sent.append(TensorSpec.of(hidden))
+    check_changes(*place, changes)
     return outputs
 
 
@@ -136,10 +150,7 @@ def _are_equal(some: list[torch.Tensor] | None, others: list[torch.Tensor] | Non
     """Whether two runs computed the same, NaN included, or both failed."""
     if some is None or others is None:
         return some is others
-    return len(some) == len(others) and all(
-        x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())
-        for x, y in zip(some, others, strict=True)
-    )
+    return len(some) == len(others) and all(map(are_equal, some, others))
 
 
 def _checked_loss(loss: object) -> torch.Tensor:
