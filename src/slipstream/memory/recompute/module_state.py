@@ -138,14 +138,26 @@ class StateReplay:
 
 
 @contextmanager
-def settings_kept(module: nn.Module, objects: Sequence[object] = ()) -> Iterator[None]:
-    """Undo what a run changes in the settings of a module, of all modules in it and of objects."""
-    modules = modules_in([module])
-    before, names = _settings(modules, objects), _names(modules)
+def settings_kept(
+    module: nn.Module, objects: Sequence[object] = ()
+) -> Iterator[list[tuple[object, str]]]:
+    """Undo what a run changes in the settings of a module, of all modules in it and of objects.
+
+    The list that it gives names them at the end: module, object or dict, and attribute or key.
+    """
+    modules, changed = modules_in([module]), list[tuple[object, str]]()
+    settings, names = _settings(modules, objects), _names(modules)
     try:
-        yield
+        yield changed
     finally:
-        _restore(before + _made_since(names))
+        settings += _made_since(names)
+        for (owner, now), (_, before) in zip(_now(settings), settings, strict=True):
+            changed += [(owner, k) for k, value in before.items() if not _is_same(now[k], value)]
+        _restore(settings)
+
+
+def _is_same(one: object, other: object) -> bool:
+    return one is other or (type(one) is type(other) and type(one) in _SCALARS and one == other)
 
 
 def modules_in(modules: Iterable[nn.Module]) -> list[nn.Module]:
