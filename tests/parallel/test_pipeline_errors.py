@@ -109,6 +109,33 @@ def test_a_parameter_of_a_later_stage_is_refused(two) -> None:
     assert "comes out of stage 0: either a parameter of a module behind '1' is used" in str(first)
 
 
+def hooked(kind: str, schedule: str) -> int:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    pipeline = Pipeline(model, cut=["1"], schedule=schedule, micro_batches=2)
+    calls: list[int] = []
+    getattr(model[1].weight, kind)(lambda _: calls.append(1))
+    given = {"args": (torch.ones(4, 3),), "target": torch.ones(4, 3)}
+    pipeline.forward_backward(F.mse_loss, **given)
+    pipeline.close()
+    return len(calls)
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [("register_hook", "zero_bubble"), ("register_post_accumulate_grad_hook", "1f1b")],
+)
+def test_hooks_are_called_once_a_micro_batch(two, kind, schedule) -> None:
+    assert two.run(hooked, kind, schedule) == [0, 2]
+
+
+def test_hooks_that_zero_bubble_does_not_call_are_refused(two) -> None:
+    errors = two.fail(hooked, "register_post_accumulate_grad_hook", "zero_bubble")
+    assert isinstance(errors[1], ModelError)
+    assert str(errors[1]).startswith("1.weight has a hook of register_post_accumulate_grad_hook()")
+    assert isinstance(errors[0], MismatchError)
+    assert "cannot go on" in str(errors[0])
+
+
 class Counts(nn.Sequential):
     """Keeps numbers in buffers of the model itself, of before its second layer and behind it."""
 
