@@ -256,10 +256,11 @@ class Marked(nn.Module):
         super().__init__()
         self.marks, self.first, self.second = Marks(), nn.Linear(3, 3), nn.Linear(3, 3)
         self.register_buffer("calls", torch.zeros(()))
-        self.way = way
+        self.way, self.runs = way, 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
+        self.runs += 1
         marks = self.marks(x)
         y = self.second(self.first(x)) * torch.rand_like(x) * self.calls
         return self.way(y, marks)  # type: ignore[no-any-return]
@@ -283,6 +284,7 @@ def test_integers_and_bool_from_before_a_cut_have_a_shape() -> None:
     torch.manual_seed(0)
     found = run_in_turn(model, ["second"], torch.ones(2, 3))
     assert model.calls == 0
+    assert model.runs == 2  # once a stage
     torch.manual_seed(0)
     assert torch.equal(found.result, model(torch.ones(2, 3)))
 

@@ -18,6 +18,7 @@ from torch import nn
 from slipstream.comm.groups import Group
 from slipstream.comm.tensor_spec import TensorSpec
 from slipstream.errors import ModelError
+from slipstream.memory.recompute.module_state import settings_kept
 from slipstream.parallel.pipeline.micro_batches import MicroBatch
 from slipstream.parallel.pipeline.shared_buffers import (
     Changes,
@@ -126,7 +127,7 @@ def _check_integers(
         return
 
     def outcome(integer: int) -> list[torch.Tensor] | None:
-        with state_restored(stages.model), torch.no_grad():
+        with state_restored(stages.model), settings_kept(stages.model), torch.no_grad():
             try:
                 result = stages.run(stage, received.clone(), batch, returned, integer=integer)
             except Exception:
