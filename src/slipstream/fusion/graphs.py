@@ -49,9 +49,10 @@ def graph_blocks(model: nn.Module, capture: Capture | None = None) -> GraphedBlo
 
     Where kernels are short, starting them takes longer than they run; a graph starts all of them at
     once. Blocks are those of `compile_blocks`. A graph is captured in the first call of a kind, by
-    ``torch.cuda.make_graphed_callables``; the runs before it leave buffers and random states as
-    they were. A block that cannot be captured runs as without this, and the report says why. So do
-    evaluation, calls without gradients, and a call before the backward of the last one.
+    ``torch.cuda.make_graphed_callables``; the runs before it leave buffers, attributes and random
+    states as they were. A block that cannot be captured, or whose forward assigns attributes or
+    buffers, runs as without this, and the report says why. So do evaluation, calls without
+    gradients, and a call before the backward of the last one.
 
     Args:
         model: on a CUDA device.

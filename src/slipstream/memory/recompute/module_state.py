@@ -78,16 +78,17 @@ class StateReplay:
     def record(self) -> Iterator[None]:
         """Wrap the first run. Parameters are looked at when it ends, as they may come late."""
         modules = modules_in(self._modules)
-        settings = _settings(modules, self._objects)
-        versions = [
-            (m, name, value, _version(value))
-            for m, held in settings
+        self._settings, names = _settings(modules, self._objects), _names(modules)
+        tensors = [
+            (owner, name, value)
+            for owner, held in self._settings
             for name, value in held.items()
-            if isinstance(m, nn.Module) and isinstance(value, Tensor)
+            if isinstance(value, Tensor)
         ]
-        # without their graphs, each of which would keep the one of the step before
-        self._settings = [(m, {k: _cut_off(v) for k, v in held.items()}) for m, held in settings]
-        names = _names(modules)
+        versions = [(m, k, t, _version(t)) for m, k, t in tensors if isinstance(m, nn.Module)]
+        for _, held in self._settings if tensors else ():
+            # without their graphs, each of which would keep the one of the step before
+            held.update({k: _cut_off(v) for k, v in held.items()})
         yield
         self._settings += _made_since(names)
         for module, name, value, version in versions:
@@ -190,8 +191,12 @@ def _names(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, frozenset[str]
 
 def _made_since(names: Iterable[tuple[nn.Module, frozenset[str]]]) -> Settings:
     """The settings that were not there before, as absent."""
-    made = [(module, _scalars(vars(module), Tensor).keys() - before) for module, before in names]
-    return [(module, dict.fromkeys(new, _ABSENT)) for module, new in made if new]
+    made = [(module, vars(module).keys() - before) for module, before in names]
+    return [
+        (module, dict.fromkeys(_scalars({k: vars(module)[k] for k in new}, Tensor), _ABSENT))
+        for module, new in made
+        if new
+    ]
 
 
 def _cut_off(value: Any) -> Any:
