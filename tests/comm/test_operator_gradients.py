@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import slipstream.comm as comm
 from slipstream.comm.graphs import current
+from slipstream.errors import CommError
 from tests.harness.operators import (
     AXES,
     REFERENCES,
@@ -264,6 +265,23 @@ def in_the_graph() -> None:
         assert torch.equal(results[0][1], results[1][1]), name
 
 
+def without_a_reduction() -> None:
+    """Refused as outside of a graph."""
+    unchecked = comm.group(check=False)
+    operators: list[tuple[Callable[[torch.Tensor], torch.Tensor], torch.dtype]] = [
+        (lambda x: comm.all_reduce_sum(x, unchecked), torch.bool),
+        (lambda x: comm.all_reduce_sum(x, unchecked), torch.float8_e4m3fn),
+        (lambda x: comm.all_reduce_mean(x, group=unchecked), torch.int64),
+        (lambda x: comm.reduce_scatter_sum(x, unchecked), torch.bool),
+    ]
+    for operator, dtype in operators:
+        torch.compiler.reset()
+        x = torch.ones(SIZE).to(dtype)
+        for run in (operator, torch.compile(operator, backend="eager")):
+            with pytest.raises(CommError, match=f"of {dtype}; allowed: "):
+                run(x)
+
+
 def transformed() -> None:
     rank = dist.get_rank()
 
@@ -283,6 +301,10 @@ def test_compiled_functions_break_at_the_operator(three: Ranks) -> None:
 
 def test_operators_without_check_stay_in_the_graph(three: Ranks) -> None:
     three.run(in_the_graph)
+
+
+def test_a_dtype_without_the_reduction_is_refused_when_compiled(three: Ranks) -> None:
+    three.run(without_a_reduction)
 
 
 def test_functional_gradients(three: Ranks) -> None:

@@ -323,6 +323,64 @@ def test_what_cannot_be_captured_is_reported() -> None:
     assert failed.note.startswith("blocks.0: operation not permitted when stream is capturing;")
 
 
+class Keeps(nn.Module):
+    """Keeps something for its next call."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.linear, self.what, self.calls = nn.Linear(4, 4), what, 0
+        self.memory = torch.zeros(4, dtype=torch.float64)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        if self.what == "calls":
+            self.calls += 1
+            return y * self.calls
+        if self.what == "mean":
+            self.mean = 0.5 * self.mean + y.detach().mean(0)
+            return y * self.mean
+        if self.what == "memory":
+            self.memory = 0.5 * self.memory + y.detach().mean(0)
+        elif self.what == "cache":
+            if not hasattr(self, "cache"):
+                self.cache = torch.full((4,), 3.0, dtype=torch.float64)
+            return y * self.cache
+        else:
+            self.memory.mul_(0.5).add_(y.detach().mean(0))
+        return y + self.memory.clone()
+
+
+@pytest.mark.parametrize(
+    ("what", "replays"), [("calls", 0), ("mean", 0), ("memory", 0), ("in place", 8), ("cache", 6)]
+)
+def test_what_a_block_keeps_for_its_next_call(what: str, replays: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Keeps(what), Keeps(what)).double()
+    plain, captured = copy.deepcopy(model), Captured()
+    graphs = graph_blocks(model, captured.capture)
+    for step in range(4):
+        for each in (model, plain):
+            each.zero_grad()
+            each(rows(step)).square().sum().backward()
+        same(model, plain)
+        for one, other in zip(model, plain, strict=True):
+            torch.testing.assert_close(one.memory, other.memory)
+    assert captured.replays == replays
+    if not replays:
+        assert graphs.report_rows()[1].note.startswith(f"0: its forward assigns {what}, and a rep")
+
+
+def test_another_tensor_in_an_attribute_gets_a_graph_of_its_own() -> None:
+    model = nn.Sequential(Keeps("in place"), Keeps("in place")).double()
+    captured = Captured()
+    graph_blocks(model, captured.capture)
+    for memory in (model[0].memory, torch.ones(4, dtype=torch.float64)):
+        model[0].memory = memory
+        model(rows(0)).square().sum().backward()
+    assert captured.captures == 3
+
+
 def test_a_call_with_another_object_is_not_captured() -> None:
     model, _, captured, graphs = built()
     model.power = torch.nn.Identity()  # type: ignore[assignment]

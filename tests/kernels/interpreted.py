@@ -5,11 +5,16 @@ Triton reads that variable when it is imported, so the tests start this in a pro
 
 from __future__ import annotations
 
+from importlib import import_module
+from unittest.mock import patch
+
 import torch
 
 from slipstream.kernels._window_attention_triton import WindowAttention
 from slipstream.kernels.window_attention import reference
 from tests.kernels.attention_cases import IN_KERNEL, inputs
+
+window_attention = import_module("slipstream.kernels.window_attention")  # beside its function
 
 
 def main() -> None:
@@ -28,6 +33,7 @@ def main() -> None:
     check_dropout(WindowAttention)
     print("dropout")
     check_second_derivatives(WindowAttention)
+    check_transposed_bias()
     print("second derivatives")
 
 
@@ -70,6 +76,18 @@ def check_second_derivatives(kernel: type[torch.autograd.Function]) -> None:
         found, wanted = (penalised(result, given) for result in (ours, theirs))
         for a, b in zip(found, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-4 * float(b.abs().max()))
+
+
+def check_transposed_bias() -> None:
+    """Second derivatives go through the bias in any layout."""
+    (*given, mask), _ = inputs("masks", torch.float32)
+    with patch.object(window_attention, "_kernel", lambda query: WindowAttention):
+        found, wanted = (
+            penalised(attention(*given[:3], given[3].transpose(1, 2), mask), given)
+            for attention in (window_attention.window_attention, reference)
+        )
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4 * float(b.abs().max()))
 
 
 def penalised(result: torch.Tensor, given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -109,6 +109,89 @@ def test_a_parameter_of_a_later_stage_is_refused(two) -> None:
     assert "comes out of stage 0: either a parameter of a module behind '1' is used" in str(first)
 
 
+def hooked(kind: str, schedule: str) -> int:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    pipeline = Pipeline(model, cut=["1"], schedule=schedule, micro_batches=2)
+    calls: list[int] = []
+    getattr(model[1].weight, kind)(lambda _: calls.append(1))
+    given = {"args": (torch.ones(4, 3),), "target": torch.ones(4, 3)}
+    pipeline.forward_backward(F.mse_loss, **given)
+    pipeline.close()
+    return len(calls)
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [("register_hook", "zero_bubble"), ("register_post_accumulate_grad_hook", "1f1b")],
+)
+def test_hooks_are_called_once_a_micro_batch(two, kind, schedule) -> None:
+    assert two.run(hooked, kind, schedule) == [0, 2]
+
+
+def test_hooks_that_zero_bubble_does_not_call_are_refused(two) -> None:
+    errors = two.fail(hooked, "register_post_accumulate_grad_hook", "zero_bubble")
+    assert isinstance(errors[1], ModelError)
+    assert str(errors[1]).startswith("1.weight has a hook of register_post_accumulate_grad_hook()")
+    assert isinstance(errors[0], MismatchError)
+    assert "cannot go on" in str(errors[0])
+
+
+class Counts(nn.Sequential):
+    """Keeps numbers in buffers of the model itself, of before its second layer and behind it."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(*(nn.Linear(3, 3) for _ in range(4)))
+        self.register_buffer("count", torch.zeros(3))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+        self.where = where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self[0](x)
+        if self.where in ("calls", "first"):
+            self.count += 1 if self.where == "calls" else first.detach().mean(0)
+        last: torch.Tensor = self[3](self[2](self[1](first)))
+        self.cache.copy_(last.detach().mean(0))
+        if self.where == "last":
+            self.count += last.detach().mean(0)
+        elif self.where == "assigned":
+            self.count = self.count + last.detach().mean(0)
+        return last
+
+
+def counts(where: str, schedule: str, cut: list[str]) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = Counts(where)
+    pipeline = Pipeline(model, cut=cut, schedule=schedule, micro_batches=2)
+    pipeline.forward_backward(F.mse_loss, (torch.ones(4, 3),), target=torch.ones(4, 3))
+    pipeline.close()
+    return model.count
+
+
+@pytest.mark.parametrize(
+    ("where", "schedule", "cut", "stages"),
+    [
+        ("last", "1f1b", ["1"], "[1] of [0, 1]"),
+        ("assigned", "gpipe", ["1"], "[1] of [0, 1]"),
+        ("calls", "interleaved_1f1b", ["1", "2", "3"], "[0, 1, 2, 3] of [0, 1, 2, 3]"),
+    ],
+)
+def test_a_buffer_that_ranks_update_apart_is_refused(two, where, schedule, cut, stages) -> None:
+    for error in two.fail(counts, where, schedule, cut).values():
+        assert isinstance(error, ModelError)
+        assert f"the buffer count is updated in stages {stages}, which hold it" in str(error)
+        assert "that of rank 0 of the pipeline is the one that is saved; move it" in str(error)
+
+
+@pytest.mark.parametrize("where", ["calls", "first"])
+def test_a_buffer_that_its_owner_updates_is_kept(two, where) -> None:
+    torch.manual_seed(0)
+    model = Counts(where)
+    for _ in range(2):
+        model(torch.ones(2, 3))
+    for found in two.run(counts, where, "1f1b", ["1"]):
+        torch.testing.assert_close(found, model.count)
+
+
 def settings_differ(cut: list[str]) -> None:
     Pipeline(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)), cut=cut)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from slipstream.analysis.summary import document
 from slipstream.errors import (
@@ -148,12 +149,12 @@ class Noisy(nn.Sequential):
 def numbers_beside_dropout() -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = Noisy(nn.Linear(6, 6), nn.Linear(6, 6), nn.Dropout())  # on the second stage alone
-    pipeline = Pipeline(model, cut=["1"], micro_batches=2)
+    pipeline = Pipeline(model, cut=["1"], micro_batches=4)
     seen: list[torch.Tensor] = []
     for _ in range(3):
         x, y = torch.randn(8, 6), torch.randn(8, 6)
         pipeline.forward_backward(F.mse_loss, (x,), target=y)
-        seen += [torch.randperm(99), model.noise[-2]]  # the order of a loader that shuffles
+        seen += [torch.randperm(99), *model.noise[-4:]]  # the order of a loader that shuffles
     pipeline.close()
     return seen
 
@@ -162,6 +163,46 @@ def test_ranks_draw_the_same_numbers_whatever_their_stages_drop(two) -> None:
     first, second = two.run(numbers_beside_dropout)
     assert all(map(torch.equal, first, second))
     assert not any(torch.equal(a, b) for a, b in combinations(first, 2))
+
+
+class Dropping(nn.Sequential):
+    """Computes its blocks again in backward, or does not."""
+
+    again = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self:
+            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+        return x
+
+
+def dropped(again: bool) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
+    """Gradients, and what is dropped, by micro-batch."""
+    torch.manual_seed(0)
+    model = Dropping(*(nn.Sequential(nn.Linear(9, 9), nn.Dropout()) for _ in range(2)))
+    model.again = again
+    kept: list[torch.Tensor] = []
+    pipeline = Pipeline(model, cut=["1"], schedule="gpipe", micro_batches=2)
+    x = torch.randn(8, 9)
+    for _ in range(2):
+        pipeline.forward_backward(F.mse_loss, (x,), target=x)
+        if not kept and not again:
+            for block in model:
+                block[1].register_forward_hook(lambda _, given, out: kept.append(out != 0))
+    gradients = [p.grad for p in model.parameters()]
+    pipeline.close()
+    return gradients, kept
+
+
+def test_stages_and_micro_batches_drop_other_values(two) -> None:
+    kept = [one for _, kept in two.run(dropped, False) for one in kept]
+    assert len(kept) == 4
+    assert not any(torch.equal(a, b) for a, b in combinations(kept, 2))
+
+
+def test_what_is_dropped_is_dropped_again_in_backward(two) -> None:
+    for (plain, _), (again, _) in zip(two.run(dropped, False), two.run(dropped, True), strict=True):
+        torch.testing.assert_close(again, plain, rtol=0, atol=0)
 
 
 def statistics() -> tuple[torch.Tensor, torch.Tensor]:

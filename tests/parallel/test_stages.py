@@ -242,6 +242,53 @@ def test_a_cut_inside_of_a_residual_block_leaks() -> None:
         run_in_turn(model, ["transformer.h.1.mlp"], **case.batch(0)[1])
 
 
+class Marks(nn.Module):
+    """Returns what cannot be NaN."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"positive": x > 0, "number": (x > 0).sum(1)}
+
+
+class Marked(nn.Module):
+    """Marks its input first; draws and counts, so that no run is like another one."""
+
+    def __init__(self, way: Any) -> None:
+        super().__init__()
+        self.marks, self.first, self.second = Marks(), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.way, self.runs = way, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.runs += 1
+        marks = self.marks(x)
+        y = self.second(self.first(x)) * torch.rand_like(x) * self.calls
+        return self.way(y, marks)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda y, marks: y * marks["positive"],
+        lambda y, marks: y.masked_fill(marks["positive"], -torch.inf),
+        lambda y, marks: y[: int(marks["number"].max())],
+    ],
+)
+def test_integers_and_bool_from_before_a_cut_are_refused(way: Any) -> None:
+    with pytest.raises(ModelError, match="integers or bool that 'marks' returned before 'second'"):
+        run_in_turn(Marked(way), ["second"], torch.ones(2, 3))
+
+
+def test_integers_and_bool_from_before_a_cut_have_a_shape() -> None:
+    model = Marked(lambda y, marks: y[: len(marks["number"])])
+    torch.manual_seed(0)
+    found = run_in_turn(model, ["second"], torch.ones(2, 3))
+    assert model.calls == 0
+    assert model.runs == 2  # once a stage
+    torch.manual_seed(0)
+    assert torch.equal(found.result, model(torch.ones(2, 3)))
+
+
 def test_a_nan_that_is_the_model_s_own_is_no_leak() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert has_nan(run_in_turn(model, ["1"], torch.full((1, 2), float("nan"))).result)

@@ -19,6 +19,7 @@ from slipstream.comm.collectives import AllReduceOperation, Reduction
 from slipstream.comm.groups import Group, named
 from slipstream.comm.shards import AllGatherOperation, AllToAllOperation, ReduceScatterOperation
 from slipstream.comm.tensor_spec import TensorSpec
+from slipstream.comm.wire import SENT_AS_BYTES
 
 P = ParamSpec("P")
 Operator = Callable[Concatenate[Tensor, P], Tensor]
@@ -48,7 +49,7 @@ def all_reduce_in_graph(reduction: Reduction) -> Callable[..., Tensor | None]:
     """A sum or a mean."""
 
     def in_graph(x: Tensor, group: Group | None = None) -> Tensor | None:
-        if not _is_known(group):
+        if not _is_known(group) or not _has_reduction(x, reduction):
             return None
         y: Tensor = _all_reduce(x, reduction, group.name)
         return y
@@ -71,6 +72,8 @@ def reduce_scatter_in_graph(
 ) -> Tensor | None:
     """Into pieces of one size."""
     if not _is_known(group) or sizes is not None or not _is_divisible(x, axis, group):
+        return None
+    if not _has_reduction(x, "sum"):
         return None
     y: Tensor = _reduce_scatter(x, axis % x.dim(), group.name)
     return y
@@ -96,6 +99,12 @@ def all_to_all_in_graph(
 def _is_known(group: Group | None) -> TypeGuard[Group]:
     """Whether ranks compare nothing in a group, and this rank is in it."""
     return group is not None and not group.check and group.rank >= 0
+
+
+def _has_reduction(x: Tensor, reduction: Reduction) -> bool:
+    """Whether an operator computes that of a dtype; outside of a graph it refuses the others."""
+    floating = x.is_floating_point() or x.is_complex()
+    return x.dtype not in SENT_AS_BYTES and (reduction == "sum" or floating)
 
 
 def _is_divisible(x: Tensor, axis: int, group: Group) -> bool:

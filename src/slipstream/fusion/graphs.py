@@ -31,6 +31,8 @@ from slipstream.errors import ModelError
 from slipstream.fusion.regions import regions_of
 from slipstream.fusion.settings import settings_of
 from slipstream.memory.forward_override import ForwardReplacement
+from slipstream.memory.recompute.buffers import buffers_of
+from slipstream.memory.recompute.module_state import modules_in, settings_kept
 from slipstream.strategy import Row
 
 MOST_GRAPHS = 4
@@ -47,9 +49,10 @@ def graph_blocks(model: nn.Module, capture: Capture | None = None) -> GraphedBlo
 
     Where kernels are short, starting them takes longer than they run; a graph starts all of them at
     once. Blocks are those of `compile_blocks`. A graph is captured in the first call of a kind, by
-    ``torch.cuda.make_graphed_callables``; the runs before it leave buffers and random states as
-    they were. A block that cannot be captured runs as without this, and the report says why. So do
-    evaluation, calls without gradients, and a call before the backward of the last one.
+    ``torch.cuda.make_graphed_callables``; the runs before it leave buffers, attributes and random
+    states as they were. A block that cannot be captured, or whose forward assigns attributes or
+    buffers, runs as without this, and the report says why. So do evaluation, calls without
+    gradients, and a call before the backward of the last one.
 
     Args:
         model: on a CUDA device.
@@ -126,6 +129,7 @@ class _Block:
     capture: Capture
     graphs: OrderedDict[Any, _Graph] = field(default_factory=OrderedDict)
     failure: str = ""
+    _assigns: bool = False
     _hooks: dict[Tensor, RemovableHandle] = field(default_factory=dict)
 
     def close(self) -> None:
@@ -158,9 +162,14 @@ class _Block:
     def _add(self, key: Any, call: nn.Module, inputs: Sequence[Tensor]) -> bool:
         samples = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
         try:
-            replay = _without_traces(self.module, partial(self.capture, call, samples))
+            replay, assigned = _without_traces(self.module, partial(self.capture, call, samples))
         except RuntimeError as error:
             self.failure = str(error).strip().partition("\n")[0]
+            return False
+        if assigned:  # a cache is there in the next call
+            if self._assigns:
+                self.failure = f"its forward assigns {assigned[0]}, and a replay would not"
+            self._assigns = True
             return False
         self.graphs[key] = _Graph(replay)
         for p in self.module.parameters():
@@ -181,11 +190,21 @@ class _Block:
             for leaf in leaves
         ]
         memory = [t.data_ptr() for t in (*self.module.parameters(), *self.module.buffers())]
+        kept = [_place(t) for m in self.module.modules() for t in _tensors_in(m)]
         learning = [parameter.requires_grad for parameter in self.module.parameters()]
         device = next(self.module.parameters()).device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         settings = settings_of(self.module)
-        return (*kinds, spec, *memory, *learning, autocast, torch.get_default_dtype(), settings)
+        return (
+            *kinds,
+            spec,
+            *memory,
+            *kept,
+            *learning,
+            autocast,
+            torch.get_default_dtype(),
+            settings,
+        )
 
 
 def _copied(gradient: Tensor | None) -> Tensor | None:
@@ -245,17 +264,45 @@ def _marked(graph: _Graph, results: Any) -> Any:
     return tree_unflatten(leaves, spec)
 
 
-def _without_traces(module: nn.Module, run: Callable[[], Any]) -> Any:
-    """Run, and restore the buffers and the random states."""
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+def _without_traces(module: nn.Module, run: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """Run, and restore what forward writes into modules, and the random states.
+
+    Returns:
+        What ``run`` returns, and the names of attributes and buffers that forward assigned.
+    """
+    modules, names = modules_in([module]), {m: path for path, m in module.named_modules()}
+    buffers = buffers_of(modules)
+    written = [(buffer, buffer.clone()) for buffer in buffers.values() if buffer is not None]
+    kept = [(t, t.clone(), t._version) for m in modules for t in _tensors_in(m)]
     devices = [p.device for p in module.parameters() if p.device.type == "cuda"][:1]
     with torch.random.fork_rng(devices):
         try:
-            return run()
+            with settings_kept(module) as changed:
+                result = run()
         finally:
+            now = buffers_of(modules)
+            for owner, name in now.keys() - buffers.keys():
+                del owner._buffers[name]
+            for (owner, name), buffer in buffers.items():
+                owner._buffers[name] = buffer
+            written += [(t, before) for t, before, version in kept if t._version != version]
             with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+                for tensor, before in written:
+                    tensor.copy_(before)
+    others = [key for key in {**buffers, **now} if buffers.get(key) is not now.get(key)]
+    assigned = [(m, name) for m, name in (*changed, *others) if isinstance(m, nn.Module)]
+    return result, [f"{names[m]}.{name}".lstrip(".") for m, name in assigned]
+
+
+def _tensors_in(module: nn.Module) -> list[Tensor]:
+    """The tensors among a module's attributes, which are no buffers."""
+    return [t for t in vars(module).values() if isinstance(t, Tensor) and not t.is_inference()]
+
+
+def _place(tensor: Tensor) -> Any:
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _capture_on_cuda(module: nn.Module, samples: tuple[Tensor, ...]) -> Callable[..., Any]:

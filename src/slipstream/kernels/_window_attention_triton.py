@@ -190,7 +190,7 @@ class WindowAttention(torch.autograd.Function):
         dropout: float,
     ) -> Tensor:
         windows, heads, positions, channels = query.shape
-        bias, mask = bias.contiguous(), None if mask is None else mask.contiguous()
+        mask = None if mask is None else mask.contiguous()
         # as the next layer reads it: all heads of a position side by side
         out = query.new_empty(windows, positions, heads, channels).transpose(1, 2)
         log_sums = query.new_empty(windows, heads, positions, dtype=torch.float32)

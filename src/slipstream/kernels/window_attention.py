@@ -85,6 +85,7 @@ def window_attention(
         plain = reference(query, key, value, bias, mask, scale=scale, dropout=dropout)
         return plain.transpose(1, 2).contiguous().transpose(1, 2)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    bias = bias.contiguous()  # here: a copy that the kernel makes has no second derivatives
     with outside_autocast(query.device):
         result: Tensor = kernel.apply(query, key, value, bias, mask, scale, dropout)
     return result

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -106,6 +108,27 @@ class Anneals(Odd):
     def odd(self, y: Tensor) -> Tensor:
         self.step += 10
         return y * 0.9**self.step
+
+
+class Remembers(Odd):
+    """Keeps a tensor for its next call, in an attribute that is no buffer."""
+
+    def prepare(self) -> None:
+        self.mean: Tensor = torch.zeros(4)
+
+    def odd(self, y: Tensor) -> Tensor:
+        z = (y + self.mean).tanh()
+        self.mean = z.detach().mean(0)
+        return z
+
+
+class RemembersLater(Odd):
+    """Has nothing to remember at first, and not even an attribute for it."""
+
+    def odd(self, y: Tensor) -> Tensor:
+        z = (y + getattr(self, "mean", 0.0)).tanh()
+        self.mean = z.detach().mean(0)
+        return z
 
 
 class Shared(Odd):
@@ -293,7 +316,8 @@ def trained(
     "block",
     [
         *(ZeroMean, Later, Assigned, Codebook, Shared, Overlapping, Made, Sparse),
-        *(Draws, DrawsItsOwn, Nested, Fills, Packed, Same, Trees, Anneals),
+        *(Draws, DrawsItsOwn, Nested, Fills, Packed, Same, Trees),
+        *(Anneals, Remembers, RemembersLater),
     ],
 )
 def test_bitwise_as_without(block: type[Odd], config: str) -> None:
@@ -310,6 +334,45 @@ def test_blocks_that_change_their_input_are_named(
     words = rf"^{first} changes its input in place, .* copy \(x = x\.clone\(\)"
     with pytest.raises(UsageError, match=words):
         trained(block, CONFIGS[config])
+
+
+class Counts(Odd):
+    """Changes a tensor in place that is no buffer."""
+
+    def prepare(self) -> None:
+        self.calls = torch.zeros(())
+
+    def odd(self, y: Tensor) -> Tensor:
+        self.calls += 1
+        return y / self.calls
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_tensor_that_is_changed_in_place_must_be_a_buffer(config: str) -> None:
+    with pytest.raises(UsageError, match=r"a Counts changes calls, .* register it as a buffer"):
+        trained(Counts, CONFIGS[config])
+
+
+class Penalty(Odd):
+    """Keeps a term of the loss, which no backward goes through."""
+
+    def odd(self, y: Tensor) -> Tensor:
+        self.penalty = y.square()
+        return y
+
+
+def test_what_a_block_keeps_has_no_graph_of_an_earlier_step() -> None:
+    model = nn.Sequential(*(Penalty() for _ in range(4)))
+    recomputed = recompute(model, EveryConfig())
+    inputs = []
+    for _ in range(4):
+        x = torch.ones(2, 4).requires_grad_() + 0
+        inputs.append(ref(x))
+        model(x).sum().backward()
+        del x
+    gc.collect()
+    assert [x() is None for x in inputs[:-1]] == [True] * 3
+    recomputed.close()
 
 
 class Iterates(Odd):

@@ -42,15 +42,17 @@ class _Kept(NamedTuple):
 class StateReplay:
     """A context for recomputation; `record` wraps the first run.
 
-    Settings are numbers, strings, flags and None in the attributes of a module, such as
-    ``training``, or of one of ``objects``, which a model hands to its blocks. Tensors in an object
-    that is no dataclass are settings, too, as a block may leave there what the next one takes
-    (``batch.x = ...``); those in lists are not. Settings from before the first run hold inside, and
-    what recomputation changes is undone. Parameters are those of the first run, whatever the
-    module has since: others under ``functional_call``, or ones that were assigned later.
+    Settings are numbers, strings, flags, None and tensors in the attributes of a module, such as
+    ``training``, or of one of ``objects``, which a model hands to its blocks. A block may leave a
+    tensor in itself for its next call (``self.memory = ...``), or in an object for the next block
+    (``batch.x = ...``; in a dataclass they are no settings). Those in lists are none. Settings from
+    before the first run hold inside, and what recomputation changes is undone. Parameters are those
+    of the first run, whatever the module has since: others under ``functional_call``, or ones that
+    were assigned later.
 
     Raises:
-        UsageError: on entry, a parameter was changed in place since.
+        UsageError: on entry, a parameter was changed in place since; after the first run, it
+            changed a tensor in an attribute in place.
 
     Example:
         >>> layer = nn.Dropout(0.0)
@@ -76,11 +78,26 @@ class StateReplay:
     def record(self) -> Iterator[None]:
         """Wrap the first run. Parameters are looked at when it ends, as they may come late."""
         modules = modules_in(self._modules)
-        self._settings = _settings(modules, self._objects)
-        # what a pre-hook has put there before, as spectral_norm its weight: it does not run again
-        hooked = [m for m in self._modules if m._forward_pre_hooks]
-        self._settings += [(m, _scalars(vars(m), Tensor)) for m in hooked]
+        self._settings, names = _settings(modules, self._objects), _names(modules)
+        tensors = [
+            (owner, name, value)
+            for owner, held in self._settings
+            for name, value in held.items()
+            if isinstance(value, Tensor)
+        ]
+        versions = [(m, k, t, _version(t)) for m, k, t in tensors if isinstance(m, nn.Module)]
+        for _, held in self._settings if tensors else ():
+            # without their graphs, each of which would keep the one of the step before
+            held.update({k: _cut_off(v) for k, v in held.items()})
         yield
+        self._settings += _made_since(names)
+        for module, name, value, version in versions:
+            if _version(value) != version:
+                raise UsageError(
+                    f"memory.recompute: the forward of a {type(module).__name__} changes {name}, a "
+                    "tensor in an attribute, in place, and would change it again in backward; "
+                    f"register it as a buffer, or assign a new tensor: self.{name} = ..."
+                )
         self._kept = [
             # the memory itself, whatever a class answers
             _Kept(m, name, p, torch.Tensor.detach(p), _version(p), p.requires_grad)
@@ -122,13 +139,26 @@ class StateReplay:
 
 
 @contextmanager
-def settings_kept(module: nn.Module, objects: Sequence[object] = ()) -> Iterator[None]:
-    """Undo what a run changes in the settings of a module, of all modules in it and of objects."""
-    before = _settings(modules_in([module]), objects)
+def settings_kept(
+    module: nn.Module, objects: Sequence[object] = ()
+) -> Iterator[list[tuple[object, str]]]:
+    """Undo what a run changes in the settings of a module, of all modules in it and of objects.
+
+    The list that it gives names them at the end: module, object or dict, and attribute or key.
+    """
+    modules, changed = modules_in([module]), list[tuple[object, str]]()
+    settings, names = _settings(modules, objects), _names(modules)
     try:
-        yield
+        yield changed
     finally:
-        _restore(before)
+        settings += _made_since(names)
+        for (owner, now), (_, before) in zip(_now(settings), settings, strict=True):
+            changed += [(owner, k) for k, value in before.items() if not _is_same(now[k], value)]
+        _restore(settings)
+
+
+def _is_same(one: object, other: object) -> bool:
+    return one is other or (type(one) is type(other) and type(one) in _SCALARS and one == other)
 
 
 def modules_in(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -144,7 +174,7 @@ def modules_in(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _settings(modules: Iterable[nn.Module], objects: Iterable[object]) -> Settings:
-    settings: Settings = [(module, _scalars(vars(module))) for module in modules]
+    settings: Settings = [(module, _scalars(vars(module), Tensor)) for module in modules]
     for one in objects:
         seen = is_dataclass(one)  # its tensors are arguments of the checkpoint
         settings += [(held, _scalars(held, *[Tensor] * (not seen))) for held in _held_by(one)]
@@ -153,6 +183,26 @@ def _settings(modules: Iterable[nn.Module], objects: Iterable[object]) -> Settin
 
 def _scalars(values: Mapping[str, Any], *others: type) -> dict[str, Any]:
     return {k: v for k, v in values.items() if type(v) in _SCALARS or isinstance(v, others)}
+
+
+def _names(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, frozenset[str]]]:
+    return [(module, frozenset(vars(module))) for module in modules]
+
+
+def _made_since(names: Iterable[tuple[nn.Module, frozenset[str]]]) -> Settings:
+    """The settings that were not there before, as absent."""
+    made = [(module, vars(module).keys() - before) for module, before in names]
+    return [
+        (module, dict.fromkeys(_scalars({k: vars(module)[k] for k in new}, Tensor), _ABSENT))
+        for module, new in made
+        if new
+    ]
+
+
+def _cut_off(value: Any) -> Any:
+    """The value; a tensor with a graph without it."""
+    has_graph = isinstance(value, Tensor) and value.grad_fn is not None
+    return torch.Tensor.detach(value).requires_grad_() if has_graph else value
 
 
 def _held_by(value: object, depth: int = _DEPTH) -> Iterator[dict[str, Any]]:

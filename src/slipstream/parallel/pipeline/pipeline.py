@@ -31,7 +31,13 @@ from slipstream.parallel.pipeline.micro_batches import MicroBatch, micro_batches
 from slipstream.parallel.pipeline.schedules import ScheduleName
 from slipstream.parallel.pipeline.shape_inference import device_of, sequential_forward
 from slipstream.parallel.pipeline.split_points import SplitPoints
-from slipstream.parallel.pipeline.stage_module import CurrentBatch, LossFn, StageModule, timed_stage
+from slipstream.parallel.pipeline.stage_module import (
+    CurrentBatch,
+    LossFn,
+    RandomNumbers,
+    StageModule,
+    timed_stage,
+)
 from slipstream.parallel.pipeline.stage_parameters import StageParameters
 from slipstream.parallel.pipeline.stages import Stages
 from slipstream.trace.recorder import Recorder
@@ -145,7 +151,8 @@ class Pipeline:
             StrategyError: a batch that does not split into equal micro-batches.
             ModelError: on every rank, in the first call or one with new shapes or other autocast: a
                 split point where more than one tensor flows, modules that run out of order, a loss
-                that is not a scalar, or an error of the model itself.
+                that is not a scalar, a hook that the schedule does not call, or an error of the
+                model itself.
             Exception: in later calls, what a stage of this rank raised, with a note of the place.
             ExchangeError: another rank's stage has failed; at the latest after the group's timeout.
             UsageError: the pipeline is closed or has failed, or gradients are disabled.
@@ -243,7 +250,7 @@ class Pipeline:
         signature = f"{batch.signature()}, requires_grad {flags}, autocast {autocast or 'off'}"
         if signature == self._signature:
             return
-        self._agree({"the first micro-batch": signature}, None)
+        self._agree({"the first micro-batch": signature}, self._uncalled_hook())
         sent = self._infer_sent(loss_fn, batch)
         parameters = self.stage_parameters
         modules = [
@@ -256,6 +263,24 @@ class Pipeline:
             stages = [timed_stage(module, *given) for module in modules]
             self._schedule = schedules.make_schedule(self.schedule, stages, self.micro_batches)
         self._signature = signature
+
+    def _uncalled_hook(self) -> ModelError | None:
+        """The refusal of a hook of the script that torch's zero bubble would not call, as it sets
+        gradients of weights itself; those of slipstream do not count on it."""
+        if self.schedule != "zero_bubble" or self._group.size == 1:
+            return None
+        for name, parameter in self.model.named_parameters():
+            if not self.stage_parameters.is_local(name):
+                continue
+            for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+                made = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+                if made.partition(".")[0] != "slipstream":
+                    return ModelError(
+                        f"{name} has a hook of register_post_accumulate_grad_hook(), which torch "
+                        "does not call in zero_bubble; use register_hook(), which it calls, or "
+                        "another schedule, e.g. interleaved_1f1b"
+                    )
+        return None
 
     def _infer_sent(self, loss_fn: LossFn, batch: MicroBatch) -> list[torch.Tensor]:
         """Infer a meta tensor like what each stage sends; of the last one, like the loss."""
@@ -288,15 +313,12 @@ class Pipeline:
 
     @contextmanager
     def _random_numbers_in_step(self) -> Iterator[None]:
-        """Let ranks that drew the same random numbers before do so again afterwards, however many
-        the dropout of a stage takes: else their loaders would come to shuffle differently."""
+        """Let ranks that drew the same random numbers before do so again in the code of the model
+        itself, and afterwards, however many the dropout of a stage takes: else their loaders would
+        come to shuffle differently."""
         drawn = int(torch.randint(2**31 - 1, (), device="cpu"))
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-            # else the next batch would get almost the same ones
-            torch.default_generator.manual_seed(drawn)
-            if self._device.type == "cuda":  # whose seed may be of this rank alone
-                with torch.cuda.device(self._device):
-                    torch.cuda.manual_seed(drawn ^ torch.cuda.initial_seed())
+            self._batch.numbers = RandomNumbers(drawn, self.micro_batches, self._device)
             yield
 
     def _mean_loss(self) -> torch.Tensor:

@@ -16,18 +16,24 @@ CallOverride = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 """Answers a call of a module, given the module, its positional and its keyword arguments."""
 
 
-def placeholder(like: TensorSpec | torch.Tensor) -> torch.Tensor:
-    """A tensor of that shape with the memory of one element: NaN, or 0 for integers and bool.
+def placeholder(like: TensorSpec | torch.Tensor, integer: int = 0) -> torch.Tensor:
+    """A tensor of that shape with the memory of one element: NaN, or ``integer`` (also for bool).
 
-    NaN in a result shows that a placeholder was used in a computation.
+    NaN in a result shows that a placeholder was used in a computation; integers show nothing, but
+    the result is another one with other integers.
 
     Example:
         >>> x = placeholder(torch.zeros(1000, 1000))
         >>> x.shape, bool(x.isnan().all()), x.untyped_storage().nbytes()
         (torch.Size([1000, 1000]), True, 4)
     """
-    value = float("nan") if like.dtype.is_floating_point or like.dtype.is_complex else 0
+    value = float("nan") if knows_nan(like) else integer
     return torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)
+
+
+def knows_nan(like: TensorSpec | torch.Tensor) -> bool:
+    """Whether numbers of that type may be NaN."""
+    return like.dtype.is_floating_point or like.dtype.is_complex
 
 
 def has_nan(value: Any, *, everywhere: bool = False) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,35 @@ if TYPE_CHECKING:
 LossFn = Callable[[Any, Any], torch.Tensor]
 
 
+@dataclass
+class RandomNumbers:
+    """The seeds of a batch. Every stage begins a micro-batch with the same one, as the code of the
+    model itself runs on all of them, and goes on with one of its own in its first module.
+
+    Args:
+        drawn: the same on every rank.
+        micro_batches: how many there are.
+        device: of the model.
+    """
+
+    drawn: int
+    micro_batches: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        if self.device.type == "cuda":  # whose seed may be of this rank alone
+            with torch.cuda.device(self.device):
+                self._of_device = torch.cuda.initial_seed()
+
+    def begin(self, micro_batch: int, stage: int = 0) -> None:
+        """Seed torch's generators."""
+        seed = self.drawn + stage * self.micro_batches + micro_batch
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                torch.cuda.manual_seed(seed ^ self._of_device)
+
+
 class CurrentBatch:
     """The batch that the stages of one rank compute now.
 
@@ -34,7 +64,10 @@ class CurrentBatch:
         losses: of the micro-batches so far, on the rank of the last stage.
         error: what the model or the loss raised.
         error_place: stage and micro-batch of ``error``.
+        numbers: the seeds; None: random numbers go on as they are, as on a single process.
     """
+
+    numbers: RandomNumbers | None = None
 
     def __init__(self, returned: Returned | None = None) -> None:
         self.returned: Returned = returned or {}
@@ -89,8 +122,12 @@ class StageModule(nn.Module):
             received = received.clone()
             if received.requires_grad:
                 received.register_hook(torch.Tensor.contiguous)
+        enter: Callable[[], None] | None = None
+        if batch.numbers is not None:
+            batch.numbers.begin(number)
+            enter = partial(batch.numbers.begin, number, self.stage)
         try:
-            output = self._stages.run(self.stage, received, inputs, batch.returned)
+            output = self._stages.run(self.stage, received, inputs, batch.returned, enter=enter)
             if self.stage < self.num_stages - 1:
                 hidden: torch.Tensor = output
                 # torch detaches in place what it has sent, which a view does not allow.

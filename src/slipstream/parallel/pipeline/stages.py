@@ -9,7 +9,9 @@ stage to stage: the first floating-point argument of the module at the split poi
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from slipstream.parallel.pipeline.micro_batches import MicroBatch
 from slipstream.parallel.pipeline.placeholders import (
     CallOverride,
     has_nan,
+    knows_nan,
     overridden_calls,
     placeholder,
 )
@@ -50,6 +53,8 @@ class _Run:
         ended: whether the forward is over; calls after that are recomputation in backward.
         recorded: what modules of this stage returned, where the run is recorded.
         calls: of modules before the stage, so far.
+        integer: what modules before the stage return where they returned integers or bool.
+        enter: called where the stage begins, if it is not the first.
     """
 
     stage: int
@@ -58,6 +63,8 @@ class _Run:
     ended: bool = False
     recorded: Returned | None = None
     calls: Counter[str] = field(default_factory=Counter)
+    integer: int = 0
+    enter: Callable[[], None] | None = None
 
 
 class Stages:
@@ -66,6 +73,10 @@ class Stages:
     Args:
         model: any module; its parameters and submodules stay in place.
         split_points: of this model.
+
+    Attributes:
+        running: whether a stage runs now.
+        integers_checked: stages that use no integers of modules before them, by mode of training.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
@@ -81,6 +92,7 @@ class Stages:
     def __init__(self, model: nn.Module, split_points: SplitPoints) -> None:
         self.model, self.split_points = model, split_points
         self.running = False
+        self.integers_checked: set[tuple[int, bool]] = set()
         # Found once: a run of a stage needs them for every micro-batch.
         self._others = [
             (split_points.before(stage), split_points.after(stage), split_points.ending(stage))
@@ -88,7 +100,14 @@ class Stages:
         ]
 
     def run(
-        self, stage: int, received: torch.Tensor | None, batch: MicroBatch, returned: Returned
+        self,
+        stage: int,
+        received: torch.Tensor | None,
+        batch: MicroBatch,
+        returned: Returned,
+        *,
+        integer: int = 0,
+        enter: Callable[[], None] | None = None,
     ) -> Any:
         """Run the forward of one stage.
 
@@ -97,6 +116,8 @@ class Stages:
             received: what the stage before returned; None for the first.
             batch: inputs of the whole model, the same on every stage.
             returned: what `run_recorded` recorded on the stages before, for inputs of these shapes.
+            integer: takes the place of integers and bool in ``returned``.
+            enter: called where the stage begins, if it is not the first.
 
         Returns:
             The tensor for the next stage; of the last stage, what the model returns.
@@ -104,7 +125,16 @@ class Stages:
         Raises:
             ModelError: the model called its modules differently than when it was recorded.
         """
-        return self._forward(_Run(stage, received, stage == 0), batch, returned)
+        run = _Run(stage, received, stage == 0, integer=integer, enter=enter)
+        return self._forward(run, batch, returned)
+
+    def integers_before(self, stage: int, returned: Returned) -> list[str]:
+        """The modules before a stage that returned a tensor which cannot be NaN."""
+        return [
+            path
+            for path in self._others[stage][0]
+            if not all(map(knows_nan, _specs(returned.get(path, []))))
+        ]
 
     def run_recorded(
         self, stage: int, received: torch.Tensor | None, batch: MicroBatch, returned: Returned
@@ -193,7 +223,7 @@ class Stages:
                     "the stages were set up; a pipeline needs a model that takes the same path "
                     "every time"
                 )
-            return mapped(returned[number], placeholder, TensorSpec)
+            return mapped(returned[number], partial(placeholder, integer=run.integer), TensorSpec)
 
         return override
 
@@ -224,6 +254,17 @@ class Stages:
             f"{path!r} is registered {registered} {split_point!r}, but {runs} it; choose another "
             "cut, or register the modules in the order in which they run"
         )
+
+
+def _specs(value: Any) -> list[TensorSpec]:
+    specs: list[TensorSpec] = []
+
+    def see(spec: TensorSpec) -> TensorSpec:
+        specs.append(spec)
+        return spec
+
+    mapped(value, see, TensorSpec)
+    return specs
 
 
 def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -265,6 +306,8 @@ def _enter_stage(run: _Run, path: str) -> CallOverride:
                 f"{path!r} takes more than one tensor that is computed before it (cut where one "
                 "tensor flows), or an input of the model itself that has NaN"
             )
+        if run.enter is not None:  # in recomputation, too
+            run.enter()
         return module(*args, **kwargs)
 
     return override
