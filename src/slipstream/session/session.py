@@ -70,6 +70,7 @@ class Session(Generic[M, O]):
         self.data_rank, self.data_size = dims.data_rank, dims.data_size
         self._skipped = 0  # of a closed session
         self._cluster, self._loader, self._loop = cluster, loader, loop
+        self._taken: int | None = None  # updates when a checkpoint was taken last
         self._state = state
         self._closed = False
         self._afterwards: list[Callable[[], object]] = []
@@ -368,6 +369,7 @@ class Session(Generic[M, O]):
 
     def _gathered(self, wanted: tuple[Part, ...], sharded: bool) -> dict[str, Any]:
         whole, state = self._loop.whole, dict[str, Any]()
+        self._taken = self._loop.steps
         if "model" in wanted:
             state["model"] = whole.full_state_dict()
         if "optimizer" in wanted:
@@ -415,7 +417,7 @@ class Session(Generic[M, O]):
         self._must_have_no_gradients("restore")
         if "session" in state:  # before anything is loaded
             self._state.check(state["session"])
-        self._state.check_alike(state, self._loop.steps)
+        self._state.check_alike(state, self._loop.steps, self._taken)
         whole = self._loop.whole
         if "model" in state:
             whole.load_full_state_dict(state["model"])

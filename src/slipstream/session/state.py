@@ -120,11 +120,16 @@ class SessionState:
         elif error is not None:
             raise error
 
-    def check_alike(self, state: Mapping[str, Any], steps: int) -> None:
+    def check_alike(self, state: Mapping[str, Any], steps: int, taken: int | None) -> None:
         """Refuse a model and an optimizer that are not those of other ranks; a collective.
 
         Buffers may differ, and so may what ranks load that train on their own, but not where they
         do, after how many meetings. Ranks that share a model hold other parts of it.
+
+        Args:
+            state: of some parts.
+            steps: updates so far.
+            taken: updates when `Session.checkpoint` was called last; None: never.
 
         Raises:
             UsageError: this is the part of an optimizer that a single rank has saved; or the model
@@ -133,7 +138,7 @@ class SessionState:
                 different places of a round without a session's state.
         """
         control, dims = self.dims.control, self.dims
-        error: Exception | None = self._live(state, steps)
+        error: Exception | None = self._live(state, steps, taken)
         if control is None or dims.mesh.model_parallel > 1:
             if error is not None:
                 raise error
@@ -154,13 +159,14 @@ class SessionState:
         }
         agree({what: str(value) for what, value in found.items()}, control, error)
 
-    def _live(self, state: Mapping[str, Any], steps: int) -> UsageError | None:
+    def _live(self, state: Mapping[str, Any], steps: int, taken: int | None) -> UsageError | None:
         """An error where a state is the model of this session itself, so that nothing would go
         back but what is counted beside it."""
         parameters = dict(self.model.named_parameters())
         pairs = [(t, parameters.get(name)) for name, t in state.get("model", {}).items()]
         alive = any(p is not None and _share_memory(t, p) for t, p in pairs)
-        if not alive or state.get("session", {}).get("steps", 0) == steps:
+        then = state.get("session", {}).get("steps", taken)
+        if not alive or self.local is not None or then in (None, steps):
             return None
         return UsageError(
             "the state to restore is the model itself, which has been trained on since: "
