@@ -346,8 +346,8 @@ class LocalTraining:
         if came := [name for name in learned_buffers(self._model) if name not in self._buffers]:
             raise UsageError(
                 f"buffer {came[0]} came after accelerate(), so no meeting averages it; let it be "
-                "there before, by one forward pass, say, or register it with persistent=False if "
-                "all ranks have it alike"
+                "there before (run a forward pass, or prune, first), close() the session and "
+                "accelerate() again, or register it with persistent=False if ranks have it alike"
             )
 
     def _check_copies(self, meeting: Meeting) -> None:
