@@ -350,3 +350,35 @@ def test_a_buffer_that_comes_later_is_refused_if_it_is_of_the_state(persistent: 
         session.step()
     model.mean = None
     session.close()
+
+
+class Nowhere(nn.Module):
+    """The first rank alone has a mean of the class that it looks for; the other divides by zero."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1)
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.copy_(x[:0].mean(0)[:2] if x[0, 0] > 1 else x.mean(0)[:2])
+        out: Tensor = self.layer(x)
+        return out
+
+
+def trained_from_nowhere() -> int:
+    model = Nowhere()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with slipstream.accelerate(model, optimizer, None, {"local": {"steps": 2}}) as session:
+        for _ in range(4):
+            session.backward(model(torch.full((2, 4), 1.0 + session.rank)).mean())
+            session.step()
+        return session.updates
+
+
+@pytest.mark.filterwarnings("ignore:.*was infinite or NaN")
+def test_messages_are_alike_where_one_rank_alone_does_not_know_a_value(two: Ranks) -> None:
+    assert two.run(trained_from_nowhere) == [4, 4]

@@ -223,6 +223,20 @@ def test_a_state_that_is_the_model_itself_is_refused_once_it_has_trained(parts: 
         assert all(map(torch.equal, session.model.parameters(), values))
 
 
+def test_a_state_whose_tensors_became_the_parameters_is_restored() -> None:
+    """``load_state_dict(assign=True)``, as large models are loaded, then the rest of the state."""
+    with opened() as session:
+        session.backward(session.model(torch.ones(1, 2)).sum())
+        session.step()
+        state = copy.deepcopy(session.checkpoint())
+    model = nn.Linear(2, 1)
+    model.load_state_dict(state["model"], assign=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with slipstream.accelerate(model, optimizer) as session:
+        session.restore(state)
+        assert session.updates == 1
+
+
 def test_nothing_is_loaded_or_gathered_where_part_of_it_is_refused() -> None:
     with opened() as session:
         saved = session.checkpoint()

@@ -229,9 +229,9 @@ def combined(strategy: dict[str, Any], replaces: bool) -> str:
     optimizer = two_of(model)[0]
     session = slipstream.accelerate(model, optimizer, strategy=strategy)
     read = []
-    for batch in batches()[:2]:
+    for number, batch in enumerate(batches()[:2]):
         optimizer.zero_grad()
-        session.backward(loss_of(model, batch[session.rank]))
+        session.backward(loss_of(model, batch[session.rank]), retain_graph=not number)
         read.append([p.grad.clone() for p in optimizer.param_groups[0]["params"]])
     if replaces:
         pairs = zip(*read, strict=True)

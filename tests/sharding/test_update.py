@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -422,3 +423,25 @@ def stepped_twice() -> str:
 def test_a_second_step_with_gradients_that_are_gone_is_refused(two: Ranks) -> None:
     for said in two.run(stepped_twice):
         assert "which the last step has used" in said
+
+
+def failed_and_begun_again() -> int:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    strategy = {"gradients": {"transport": "sharded"}}
+    for fails in (True, False):
+        with (
+            suppress(ValueError),
+            slipstream.accelerate(model, optimizer, None, strategy) as session,
+        ):
+            session.backward(model(batch(0, session.rank)).square().mean())
+            session.step()
+            if fails:
+                model(batch(1, session.rank))  # all of the update has arrived
+                raise ValueError("a bad batch")
+            done = session.updates
+    return done
+
+
+def test_a_session_begins_again_with_the_shares_of_one_that_failed(two: Ranks) -> None:
+    assert two.run(failed_and_begun_again) == [1, 1]

@@ -73,7 +73,8 @@ def check_alike_outside(unit: Unit, codec: CodecVariant) -> None:
     """
     found: dict[object, str] = {}
     for param in unit.group.fsdp_params:
-        spec = param._unsharded_dtensor_spec
+        # by another name before torch 2.12
+        spec = getattr(param, "_unsharded_dtensor_spec", None) or getattr(param, "_tp_spec", None)
         places = () if spec is None else spec.placements
         split = tuple(dim for dim, place in enumerate(places) if not place.is_replicate())
         found.setdefault((spec.mesh, split) if spec and split else None, unit.path(param))
@@ -83,7 +84,8 @@ def check_alike_outside(unit: Unit, codec: CodecVariant) -> None:
             f"{unit.name}: {one} and {other} are not split alike outside of data parallelism (by "
             f"tensor parallelism), but blocks of the codec {codec.kind} would hold values of both, "
             "and parameters that ranks have in common would drift apart; call fully_shard on the "
-            "modules of each by themselves first, or choose the codec half or none"
+            "modules of each by themselves first (of a bias beside a split weight: bias=False), or "
+            "choose the codec half or none"
         )
 
 

@@ -57,7 +57,7 @@ def check_writable(option: str, file: Path | None, suffixes: Collection[str] = (
     if suffixes and file.suffix.lower() not in suffixes:
         raise LaunchError(f"{option} {file}: the file name must end in {' or '.join(suffixes)}")
     # a file is replaced, so its folder must take another one; a device is written to
-    target = Path(os.path.realpath(file))  # a link's target is, not the link
+    target = Path(os.path.realpath(file)) if file.is_symlink() else file  # which is written
     place = file if file.exists() and not file.is_file() else target.parent
     if not place.exists():
         reason = f"cannot be written, as there is no folder {place}; make it"

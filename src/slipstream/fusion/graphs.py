@@ -130,6 +130,7 @@ class _Block:
     graphs: OrderedDict[Any, _Graph] = field(default_factory=OrderedDict)
     failure: str = ""
     _assigns: bool = False
+    _freed: int = 0
     _hooks: dict[Tensor, RemovableHandle] = field(default_factory=dict)
 
     def close(self) -> None:
@@ -171,6 +172,7 @@ class _Block:
                 self.failure = f"its forward assigns {assigned[0]}, and a replay would not"
             self._assigns = True
             return False
+        self._assigns = False
         self.graphs[key] = _Graph(replay)
         for p in self.module.parameters():
             if p.requires_grad and p not in self._hooks:
@@ -179,6 +181,9 @@ class _Block:
         if len(self.graphs) > MOST_GRAPHS:
             oldest = next((k for k, graph in self.graphs.items() if graph.needed_by is None), key)
             del self.graphs[oldest]
+            self._freed += 1
+            if self._freed == MOST_GRAPHS:
+                self.failure = "it is called with other tensors in attributes, or shapes, each time"
         return key in self.graphs
 
     def _key(self, leaves: Sequence[Any], spec: Any) -> Any:
@@ -273,7 +278,6 @@ def _without_traces(module: nn.Module, run: Callable[[], Any]) -> tuple[Any, lis
     modules, names = modules_in([module]), {m: path for path, m in module.named_modules()}
     buffers = buffers_of(modules)
     written = [(buffer, buffer.clone()) for buffer in buffers.values() if buffer is not None]
-    kept = [(t, t.clone(), t._version) for m in modules for t in _tensors_in(m)]
     devices = [p.device for p in module.parameters() if p.device.type == "cuda"][:1]
     with torch.random.fork_rng(devices):
         try:
@@ -285,7 +289,6 @@ def _without_traces(module: nn.Module, run: Callable[[], Any]) -> tuple[Any, lis
                 del owner._buffers[name]
             for (owner, name), buffer in buffers.items():
                 owner._buffers[name] = buffer
-            written += [(t, before) for t, before, version in kept if t._version != version]
             with torch.no_grad():
                 for tensor, before in written:
                     tensor.copy_(before)

@@ -251,8 +251,10 @@ class DenseBucket(Bucket):
         ):
             parameter.grad = None if slot in absent else gradient
         self.gone.clear()
+        if not self._copies_back:  # nor can it overflow
+            return
         present = [slot for slot in range(len(self.parameters)) if slot not in absent]
-        if self._copies_back and present:
+        if present:
             torch._foreach_copy_(
                 [self._gradient(slot) for slot in present], [self._views[slot] for slot in present]
             )

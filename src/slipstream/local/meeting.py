@@ -156,7 +156,7 @@ class Meeting:
     def begin_anew(self) -> None:
         """Share what the model has now, and forget momentum, what codecs have left out, and what is
         on its way."""
-        self.buffers.shared = self.buffers.read()
+        self.buffers.share(self.buffers.read())
         self.take_outer()
         self._optimizer.state.clear()
         self.flight = None
@@ -296,7 +296,7 @@ class Meeting:
         self.outer.grad = None
         for part, before in kept:  # no momentum carries on what nobody trains
             part.copy_(before)
-        self.buffers.shared.copy_(flight.buffers)
+        self.buffers.share(flight.buffers)
         self.done += 1
         self.counted += int(flight.totals[0])
         if flight.lost:
@@ -429,7 +429,8 @@ class Meeting:
         """Go on from `state`, and from `rank_state` where this rank has one."""
         self.done, self.counted = state["done"], state.get("counted", 0)
         self.outer.copy_(state["outer"])
-        self.buffers.shared.copy_(state["buffers"])
+        own_buffers = self.buffers.shared
+        self.buffers.share(state["buffers"].to(own_buffers.device, own_buffers.dtype, copy=True))
         self._optimizer.state.clear()
         if state["momentum"] is not None:
             momentum = state["momentum"].to(self._home, self.dtype, copy=True)

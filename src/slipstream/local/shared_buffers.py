@@ -45,7 +45,7 @@ class SharedBuffers:
         wide = any(_real(buffer).dtype == torch.float64 for buffer in named)
         self._dtype = torch.float64 if wide else torch.float32
         self._sizes: list[tuple[int, ...]] = []
-        self.shared = self.read(given)
+        self.share(self.read(given))
 
     def read(self, given: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         """Copy this rank's, or those that are given by name.
@@ -83,6 +83,10 @@ class SharedBuffers:
                 buffer = (held or now)[name]
             _real(buffer).copy_(part.view(_real(buffer).shape))
 
+    def share(self, values: torch.Tensor) -> None:
+        """Let all ranks share these, which they have alike."""
+        self.shared, self._unknown = values, ~values.isfinite()
+
     def take_without_mean(self) -> None:
         """Share what this rank has where values have no mean: a forward pass may have changed the
         others."""
@@ -92,7 +96,7 @@ class SharedBuffers:
     def offer(self) -> torch.Tensor:
         """Copy this rank's, and after them a 1 for each that is not what all share; and for each
         value that is not finite there, as of a class that nobody has seen, whether it is here."""
-        own, unknown = self.read(), ~self.shared.isfinite()
+        own, unknown = self.read(), self._unknown
         parts = (~_same(own, self.shared)).split(self._lengths)
         changed = [part.any().to(own.dtype).view(1) for part in parts]
         known = own.isfinite()
@@ -106,8 +110,7 @@ class SharedBuffers:
         values, changed, known = mean.tensor_split(
             [len(self.shared), len(self.shared) + len(self._lengths)]
         )
-        unknown = ~self.shared.isfinite()
-        values = values.clone()
+        unknown, values = self._unknown, values.clone()
         values[unknown] = torch.where(known > 0, values[unknown] / known, self.shared[unknown])
         parts = zip(values.split(self._lengths), self.shared.split(self._lengths), strict=True)
         flags = zip(parts, (changed != 0).tolist(), strict=True)

@@ -89,7 +89,8 @@ class TrainingLoop:
         self._on_nonfinite = given.strategy.checks.nonfinite
         codec = given.strategy.gradients.codec
         self._owes = codec is not None and keeps_state(codec)  # a part to later updates
-        self._looked = False  # at averages that no update has used, since the last one
+        self._retained = False  # the graph of the last backward pass
+        self._looked = False  # at averages that no update has used, of a graph that stayed
         self._emptied = False  # by the script, before the step that begins
         self.steps = self.skipped = self.backwards = 0
         self._in_no_sync = 0  # of the backward passes
@@ -241,6 +242,7 @@ class TrainingLoop:
     ) -> None:
         """``run`` a backward pass, told whether it is of a dummy batch; average the gradients if an
         update follows it. ``graph_waits``: for another pass."""
+        self._retained = graph_waits
         begins = not self.window_open
         self._alone = self._local_only and (begins or self._alone)
         dummy_batch = self.window.count()
@@ -520,7 +522,7 @@ class TrainingLoop:
             self.precision.updated(skip)
         # another optimizer may have made the finite part of it: codecs keep nothing of the rest
         used = skip is False and not self.engine.nonfinite and not self._emptied
-        self._looked = skip is None and not self.engine.nonfinite
+        self._looked = skip is None and self._retained and not self.engine.nonfinite
         self._emptied = False
         self.engine.updated(self.steps, used=used, late=late)
         self.tracer.update_ends()  # last, as it may change the split

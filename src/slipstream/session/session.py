@@ -71,6 +71,7 @@ class Session(Generic[M, O]):
         self._skipped = 0  # of a closed session
         self._cluster, self._loader, self._loop = cluster, loader, loop
         self._taken: int | None = None  # updates when a checkpoint was taken last
+        self._began = 0  # updates when this session was opened or restored
         self._state = state
         self._closed = False
         self._afterwards: list[Callable[[], object]] = []
@@ -329,6 +330,7 @@ class Session(Generic[M, O]):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._loop.steps = self._state.load(state)
+        self._began = self._loop.steps
         self._loop.momentum_correction.restored()
         if self._loop.proof is not None:
             self._loop.proof.forget()
@@ -417,7 +419,7 @@ class Session(Generic[M, O]):
         self._must_have_no_gradients("restore")
         if "session" in state:  # before anything is loaded
             self._state.check(state["session"])
-        self._state.check_alike(state, self._loop.steps, self._taken)
+        self._state.check_alike(state, *(self._loop.steps, self._taken, self._began))
         whole = self._loop.whole
         if "model" in state:
             whole.load_full_state_dict(state["model"])

@@ -18,14 +18,15 @@ from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import UsageError
 from slipstream.gradients.compressed import NamedState
 from slipstream.local.training import LocalTraining
-from slipstream.optim.shard_state import is_part
+from slipstream.optim.shard_state import ShardState, is_part
+from slipstream.parallel.dims import gather_objects
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.pytree import tensors
 from slipstream.session import checkpoint
 from slipstream.session.exchanging import GradientExchange
 from slipstream.session.given import Given
 from slipstream.strategy import Strategy, keeps_state
-from slipstream.transport.consistency import agree, any_of, broadcast_from_first
+from slipstream.transport.consistency import agree
 
 
 class SessionState:
@@ -120,7 +121,9 @@ class SessionState:
         elif error is not None:
             raise error
 
-    def check_alike(self, state: Mapping[str, Any], steps: int, taken: int | None) -> None:
+    def check_alike(
+        self, state: Mapping[str, Any], steps: int, taken: int | None, began: int
+    ) -> None:
         """Refuse a model and an optimizer that are not those of other ranks; a collective.
 
         Buffers may differ, and so may what ranks load that train on their own, but not where they
@@ -130,6 +133,7 @@ class SessionState:
             state: of some parts.
             steps: updates so far.
             taken: updates when `Session.checkpoint` was called last; None: never.
+            began: updates when the session was opened, or restored last.
 
         Raises:
             UsageError: this is the part of an optimizer that a single rank has saved; or the model
@@ -138,7 +142,8 @@ class SessionState:
                 different places of a round without a session's state.
         """
         control, dims = self.dims.control, self.dims
-        error: Exception | None = self._live(state, steps, taken)
+        live = steps != began and self._is_live(state, steps, taken)
+        error: Exception | None = _live_state() if live else None
         if control is None or dims.mesh.model_parallel > 1:
             if error is not None:
                 raise error
@@ -159,20 +164,15 @@ class SessionState:
         }
         agree({what: str(value) for what, value in found.items()}, control, error)
 
-    def _live(self, state: Mapping[str, Any], steps: int, taken: int | None) -> UsageError | None:
-        """An error where a state is the model of this session itself, so that nothing would go
-        back but what is counted beside it."""
+    def _is_live(self, state: Mapping[str, Any], steps: int, taken: int | None) -> bool:
+        """Whether a state is the model of this session itself, which has trained on since: nothing
+        would go back but what is counted beside it."""
+        then = state.get("session", {}).get("steps", taken)
+        if self.local is not None or then in (None, steps):
+            return False
         parameters = dict(self.model.named_parameters())
         pairs = [(t, parameters.get(name)) for name, t in state.get("model", {}).items()]
-        alive = any(p is not None and _share_memory(t, p) for t, p in pairs)
-        then = state.get("session", {}).get("steps", taken)
-        if not alive or self.local is not None or then in (None, steps):
-            return None
-        return UsageError(
-            "the state to restore is the model itself, which has been trained on since: "
-            "session.checkpoint() gives the tensors of the model, as torch's state_dict() does; "
-            "keep copy.deepcopy(session.checkpoint()), or save it and read it again"
-        )
+        return any(p is not None and _share_memory(t, p) for t, p in pairs)
 
     def _in_common(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Leave out what ranks have apart: the state of a loader that keeps its place, the end of
@@ -260,20 +260,34 @@ def agree_on_optimizer(given: Given) -> None:
         if isinstance(plain := _plain(value), int | float | str | None)
     }
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    states = [optimizer.state.get(p, {}) for p in held]
+    own = getattr(optimizer, "state", {})  # one that is none of torch's may have none
+    states = [own.get(p, {}) for p in held]
     kept = [sorted(map(str, state)) if isinstance(state, Mapping) else [] for state in states]
-    has_any = any(kept)
-    everywhere = not any_of(not has_any, control)
-    if everywhere and not any_of(kept != broadcast_from_first(kept, control), control):
-        found["the optimizer's state"] = str(_digest(states))
-    elif any_of(has_any, control) and not everywhere:
-        found["the optimizer's state"] = "there" if has_any else "not there: load it on every rank"
-    agree(found, control)
+    # shares of a session that has failed differ, and are looked at when the next one takes them
+    state = "shares" if isinstance(own, ShardState) else str(_digest(states)) if any(kept) else ""
+    rows = gather_objects((found, kept, state), "the comparison of the optimizers", control)
+    if "shares" not in (of_rank for *_, of_rank in rows):
+        if all(names == kept for _, names, _ in rows):
+            found["the optimizer's state"] = state
+        elif not all(of_rank for *_, of_rank in rows):
+            found["the optimizer's state"] = (
+                "there" if state else "not there: load it on every rank"
+            )
+    if any(row != rows[0] for row in rows):
+        agree(found, control)
 
 
 def _plain(value: object) -> object:
     is_number = isinstance(value, torch.Tensor) and value.numel() == 1
     return value.item() if is_number else value  # type: ignore[attr-defined]
+
+
+def _live_state() -> UsageError:
+    return UsageError(
+        "the state to restore is the model itself, which has been trained on since: "
+        "session.checkpoint() gives the tensors of the model, as torch's state_dict() does; "
+        "keep copy.deepcopy(session.checkpoint()), or save it and read it again"
+    )
 
 
 def _share_memory(one: object, other: torch.Tensor) -> bool:

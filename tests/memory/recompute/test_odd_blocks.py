@@ -110,6 +110,17 @@ class Anneals(Odd):
         return y * 0.9**self.step
 
 
+class Counts(Odd):
+    """Changes a tensor in place that is no buffer."""
+
+    def prepare(self) -> None:
+        self.calls = torch.zeros(())
+
+    def odd(self, y: Tensor) -> Tensor:
+        self.calls += 1
+        return y / self.calls.clone()
+
+
 class Remembers(Odd):
     """Keeps a tensor for its next call, in an attribute that is no buffer."""
 
@@ -317,7 +328,7 @@ def trained(
     [
         *(ZeroMean, Later, Assigned, Codebook, Shared, Overlapping, Made, Sparse),
         *(Draws, DrawsItsOwn, Nested, Fills, Packed, Same, Trees),
-        *(Anneals, Remembers, RemembersLater),
+        *(Anneals, Counts, Remembers, RemembersLater),
     ],
 )
 def test_bitwise_as_without(block: type[Odd], config: str) -> None:
@@ -336,21 +347,22 @@ def test_blocks_that_change_their_input_are_named(
         trained(block, CONFIGS[config])
 
 
-class Counts(Odd):
-    """Changes a tensor in place that is no buffer."""
+class CountsMuch(Odd):
+    """Changes a large tensor in place that is no buffer."""
 
     def prepare(self) -> None:
-        self.calls = torch.zeros(())
+        self.calls = torch.zeros(2**20)
 
     def odd(self, y: Tensor) -> Tensor:
-        self.calls += 1
-        return y / self.calls
+        self.calls[0] += 1
+        return y / self.calls[0]
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_a_tensor_that_is_changed_in_place_must_be_a_buffer(config: str) -> None:
-    with pytest.raises(UsageError, match=r"a Counts changes calls, .* register it as a buffer"):
-        trained(Counts, CONFIGS[config])
+def test_a_large_tensor_that_is_changed_in_place_must_be_a_buffer(config: str) -> None:
+    said = r"a CountsMuch changes calls, .* of 4194304 bytes .* register it as a buffer"
+    with pytest.raises(UsageError, match=said):
+        trained(CountsMuch, CONFIGS[config])
 
 
 class Penalty(Odd):

@@ -18,6 +18,8 @@ from slipstream.errors import UsageError
 from slipstream.pytree import LEAVES
 
 _SCALARS = frozenset((bool, int, float, str, type(None)))
+SMALL = 2**20
+"""Bytes of a tensor in an attribute up to which a copy of it is kept: forward may change it."""
 _DEPTH = 3
 """Containers in containers that are looked into for what a block writes into an object."""
 
@@ -52,7 +54,7 @@ class StateReplay:
 
     Raises:
         UsageError: on entry, a parameter was changed in place since; after the first run, it
-            changed a tensor in an attribute in place.
+            changed a tensor of more than `SMALL` bytes in an attribute in place.
 
     Example:
         >>> layer = nn.Dropout(0.0)
@@ -71,6 +73,7 @@ class StateReplay:
         self._modules, self._objects = modules, objects
         self._settings: Settings = []
         self._kept: list[_Kept] = []
+        self._copied: list[tuple[nn.Module, str, Tensor]] = []  # as they were before the first run
         self._outside: Settings = []
         self._replaced: list[tuple[nn.Module, str, Tensor | None]] = []
 
@@ -85,19 +88,29 @@ class StateReplay:
             for name, value in held.items()
             if isinstance(value, Tensor)
         ]
-        versions = [(m, k, t, _version(t)) for m, k, t in tensors if isinstance(m, nn.Module)]
+        own = _storages(m for m in modules if tensors)  # which have a replay of their own
+        before = [
+            (m, k, t, _version(t), _copy(t) if t.nbytes <= SMALL else None)
+            for m, k, t in tensors
+            if isinstance(m, nn.Module) and _storage(t) not in own
+        ]
         for _, held in self._settings if tensors else ():
             # without their graphs, each of which would keep the one of the step before
             held.update({k: _cut_off(v) for k, v in held.items()})
         yield
         self._settings += _made_since(names)
-        for module, name, value, version in versions:
-            if _version(value) != version:
+        self._copied = []
+        for module, name, value, version, copy in before:
+            if _version(value) == version:
+                continue
+            if copy is None:
                 raise UsageError(
                     f"memory.recompute: the forward of a {type(module).__name__} changes {name}, a "
-                    "tensor in an attribute, in place, and would change it again in backward; "
-                    f"register it as a buffer, or assign a new tensor: self.{name} = ..."
+                    f"tensor in an attribute of {value.nbytes} bytes (allowed: {SMALL}), in place, "
+                    "and would change it again in backward; register it as a buffer, or assign a "
+                    f"new tensor: self.{name} = ..."
                 )
+            self._copied.append((module, name, copy))
         self._kept = [
             # the memory itself, whatever a class answers
             _Kept(m, name, p, torch.Tensor.detach(p), _version(p), p.requires_grad)
@@ -110,6 +123,8 @@ class StateReplay:
         self._check_unchanged()
         self._outside, self._replaced = _now(self._settings), []
         _restore(self._settings)
+        for module, name, copy in self._copied:  # once more for each repetition, which changes it
+            vars(module)[name] = _copy(copy)
         for kept in self._kept:
             now = kept.module._parameters.get(kept.name)
             if (
@@ -148,9 +163,15 @@ def settings_kept(
     """
     modules, changed = modules_in([module]), list[tuple[object, str]]()
     settings, names = _settings(modules, objects), _names(modules)
+    held = [t for m in modules for t in vars(m).values() if isinstance(t, Tensor)]
+    written = [(t, _version(t), _copy(t)) for t in held if not t.is_inference()]
     try:
         yield changed
     finally:
+        with torch.no_grad():
+            for tensor, version, copy in written:
+                if _version(tensor) != version:
+                    tensor.copy_(copy)
         settings += _made_since(names)
         for (owner, now), (_, before) in zip(_now(settings), settings, strict=True):
             changed += [(owner, k) for k, value in before.items() if not _is_same(now[k], value)]
@@ -236,6 +257,20 @@ def _restore(settings: Settings) -> None:
                 now.pop(name, None)
             elif now.get(name, _ABSENT) is not value:
                 now[name] = value
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return torch.Tensor.detach(tensor).clone().requires_grad_(tensor.requires_grad)
+
+
+def _storages(modules: Iterable[nn.Module]) -> set[int]:
+    """Places of buffers in memory."""
+    return {_storage(b) for m in modules for b in m._buffers.values() if b is not None}
+
+
+def _storage(tensor: Tensor) -> int:
+    """The place of a plain tensor's memory; 0 for others."""
+    return tensor.untyped_storage().data_ptr() if _address(tensor) else 0
 
 
 def _version(tensor: Tensor) -> int:

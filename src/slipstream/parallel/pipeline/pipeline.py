@@ -270,8 +270,6 @@ class Pipeline:
         if self.schedule != "zero_bubble" or self._group.size == 1:
             return None
         for name, parameter in self.model.named_parameters():
-            if not self.stage_parameters.is_local(name):
-                continue
             for hook in (parameter._post_accumulate_grad_hooks or {}).values():
                 made = getattr(getattr(hook, "func", hook), "__module__", None) or ""
                 if made.partition(".")[0] != "slipstream":

@@ -79,7 +79,8 @@ def sequential_forward(
         owner, payload, cause = stage % group.size, b"", None
         if owner == group.rank:
             try:
-                _check_integers(stages, stage, hidden, batch, outputs.returned)
+                loss_of = loss_fn if stage == last else None
+                _check_integers(stages, stage, hidden, batch, outputs.returned, loss_of)
                 # each stage begins as the others do, as on a rank of its own
                 with state_restored(stages.model):
                     result, returned = stages.run_recorded(stage, hidden, batch, outputs.returned)
@@ -114,15 +115,21 @@ def sequential_forward(
 
 
 def _check_integers(
-    stages: Stages, stage: int, received: Any, batch: MicroBatch, returned: Returned
+    stages: Stages,
+    stage: int,
+    received: Any,
+    batch: MicroBatch,
+    returned: Returned,
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None,
 ) -> None:
     """Refuse a stage that uses integers or bool of modules before it, by other ones in their place.
+    Those that the model returns, and its loss does not look at, are not used.
 
     Raises:
         ModelError: the stage computes something else with them.
     """
     paths = stages.integers_before(stage, returned)
-    key = (stage, stages.model.training)
+    key = (stage, stages.model.training, loss_fn is None)
     if not paths or key in stages.integers_checked:
         return
 
@@ -130,6 +137,7 @@ def _check_integers(
         with state_restored(stages.model), settings_kept(stages.model), torch.no_grad():
             try:
                 result = stages.run(stage, received.clone(), batch, returned, integer=integer)
+                result = result if loss_fn is None else loss_fn(result, batch.target)
             except Exception:
                 return None
             return [x.clone() for x in tensors(result)]

@@ -76,7 +76,8 @@ class Stages:
 
     Attributes:
         running: whether a stage runs now.
-        integers_checked: stages that use no integers of modules before them, by mode of training.
+        integers_checked: stages that use no integers of modules before them, by mode of training,
+            and whether there is no loss.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
@@ -92,7 +93,7 @@ class Stages:
     def __init__(self, model: nn.Module, split_points: SplitPoints) -> None:
         self.model, self.split_points = model, split_points
         self.running = False
-        self.integers_checked: set[tuple[int, bool]] = set()
+        self.integers_checked: set[tuple[int, bool, bool]] = set()
         # Found once: a run of a stage needs them for every micro-batch.
         self._others = [
             (split_points.before(stage), split_points.after(stage), split_points.ending(stage))
