@@ -381,6 +381,41 @@ def test_another_tensor_in_an_attribute_gets_a_graph_of_its_own() -> None:
     assert captured.captures == 3
 
 
+class Grows(nn.Module):
+    """Makes a longer table where rows are more than it has, as old rotary positions did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(4, 4), torch.zeros(0, 1, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > len(self.table):
+            self.table = torch.full((len(x), 1), 3.0, dtype=torch.float64)
+        return self.linear(x) * self.table[: len(x)]
+
+
+def test_a_cache_that_grows_twice_still_gets_graphs() -> None:
+    model = nn.Sequential(Grows(), Grows()).double()
+    captured = Captured()
+    graphs = graph_blocks(model, captured.capture)
+    for step, count in enumerate((5, 5, 5, 9, 9, 9)):
+        model(rows(step, count)).square().sum().backward()
+    assert captured.replays == 8
+    assert len(graphs.report_rows()) == 1
+
+
+def test_attributes_that_are_others_each_time_end_the_captures() -> None:
+    model = nn.Sequential(Keeps("in place"), Keeps("in place")).double()
+    captured, made = Captured(), []
+    graphs = graph_blocks(model, captured.capture)
+    for _ in range(3 * MOST_GRAPHS):
+        made.append(torch.ones(4, dtype=torch.float64))  # kept, so that each has another place
+        model[0].memory = made[-1]
+        model(rows(0)).square().sum().backward()
+    assert captured.captures == 2 * MOST_GRAPHS + 1
+    assert "other tensors in attributes" in graphs.report_rows()[1].note
+
+
 def test_a_call_with_another_object_is_not_captured() -> None:
     model, _, captured, graphs = built()
     model.power = torch.nn.Identity()  # type: ignore[assignment]

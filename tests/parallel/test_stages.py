@@ -279,6 +279,16 @@ def test_integers_and_bool_from_before_a_cut_are_refused(way: Any) -> None:
         run_in_turn(Marked(way), ["second"], torch.ones(2, 3))
 
 
+def test_integers_that_the_model_returns_and_its_loss_does_not_use_are_there() -> None:
+    model = Marked(lambda y, marks: (y, marks["positive"]))
+    batch = MicroBatch((torch.ones(2, 3),), {}, None)
+    stages = Stages(model, SplitPoints.of(model, ["second"]))
+    found = sequential_forward(stages, batch, lambda out, _: out[0].mean(), comm.group())
+    assert found.result.isfinite()
+    with pytest.raises(ModelError, match="integers or bool"):
+        sequential_forward(stages, batch, None, comm.group())
+
+
 def test_integers_and_bool_from_before_a_cut_have_a_shape() -> None:
     model = Marked(lambda y, marks: y[: len(marks["number"])])
     torch.manual_seed(0)
