@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from slipstream.cluster.connect import connect, from_environ
 from slipstream.planner.network.costs import CodecCost
 from slipstream.planner.network.curve import Curve, Piece
 from slipstream.session import exchanging
-from slipstream.strategy import AdaptiveConfig, Int8Config
+from slipstream.strategy import AdaptiveConfig, HalfConfig, Int8Config
 from tests.gradients.test_codec import session_of, step_of, wide
 from tests.harness import reference
 from tests.harness.counters import collectives
@@ -136,3 +137,10 @@ def test_nothing_but_the_all_reduce_and_the_codec_is_measured(two) -> None:
     assert kinds == {"all_reduce", "barrier"}  # the barrier before the codec
     assert few < whole
     assert {num_bytes for num_bytes, _ in decision.all_reduce.points} <= set(SIZES)
+
+
+@pytest.mark.parametrize("codec", [Int8Config(), HalfConfig()], ids=lambda one: one.kind)
+def test_a_window_that_is_over_at_once_still_measures(codec: Any) -> None:
+    """On a busy host a process may not run for as long."""
+    cost = codec_cost(codec, 2, torch.device("cpu"), window=0.0)
+    assert cost.decode > 0

@@ -93,7 +93,7 @@ def _measured(
     for _ in range(ROUNDS + 1):
         together()
         begin, each = perf_counter(), []
-        while perf_counter() - begin < window:
+        while not each or perf_counter() - begin < window:
             values = torch.zeros(compressor.num_values, dtype=compressor.works_in, device=device)
             values[: weight.numel()] = weight.flatten()
             flags = torch.zeros(2, dtype=torch.uint8, device=device)
@@ -123,7 +123,7 @@ def _measured_half(
     for _ in range(ROUNDS + 1):
         together()
         start, count = perf_counter(), 0
-        while perf_counter() - start < window:
+        while not count or perf_counter() - start < window:
             weight.copy_(narrow)
             synchronize(weight.device)
             count += 1

@@ -26,6 +26,7 @@ from torch import nn
 
 from slipstream.comm.groups import group_of
 from slipstream.errors import ExchangeError, ModelError, SlipstreamError, UsageError
+from slipstream.parallel.dims import gather_objects
 from slipstream.parallel.pipeline import schedules
 from slipstream.parallel.pipeline.micro_batches import MicroBatch, micro_batches
 from slipstream.parallel.pipeline.schedules import ScheduleName
@@ -226,9 +227,13 @@ class Pipeline:
 
     def _agree(self, fingerprint: dict[str, str], error: SlipstreamError | None) -> None:
         """Raise on all ranks if one has an error or another fingerprint."""
-        # agree() compares CPU tensors, which a group of NCCL alone does not move.
         if self._group.size > 1 and self._group.device.type == "cpu":
             agree(fingerprint, self._group.members, error)
+        elif self._group.size > 1:  # of NCCL alone, which does not move the CPU tensors of agree()
+            said = None if error is None else str(error)
+            texts = gather_objects(said, "the errors of all stages", self._group.members)
+            if error is None and any(texts):
+                raise ModelError(next(filter(None, texts)))
         if error is not None:
             raise error
 
@@ -270,6 +275,8 @@ class Pipeline:
         if self.schedule != "zero_bubble" or self._group.size == 1:
             return None
         for name, parameter in self.model.named_parameters():
+            if not self.stage_parameters.is_local(name):
+                continue
             for hook in (parameter._post_accumulate_grad_hooks or {}).values():
                 made = getattr(getattr(hook, "func", hook), "__module__", None) or ""
                 if made.partition(".")[0] != "slipstream":
