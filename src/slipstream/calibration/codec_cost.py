@@ -92,7 +92,7 @@ def _measured(
     sent = 0.0
     for _ in range(ROUNDS + 1):
         together()
-        begin, each = perf_counter(), []
+        begin, each = perf_counter(), list[tuple[float, float, float]]()
         while not each or perf_counter() - begin < window:
             values = torch.zeros(compressor.num_values, dtype=compressor.works_in, device=device)
             values[: weight.numel()] = weight.flatten()
