@@ -64,6 +64,23 @@ LOADERS: dict[str, Callable[[Dataset[int], Config], DataLoader[Any]]] = {
 }
 
 
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("lengths", [[None, 1], [None, 2]], ids=str)
+def test_a_script_seeds_before_a_pass_that_was_drawn_ahead(
+    kind: str, lengths: list[int | None]
+) -> None:
+    how: Config = {"batch_size": 1, "drop_last": False}
+    options: Config = {"sets_epoch": True, "draws": False, "seeds_at": 1}
+    expected = run(LOADERS[kind](Numbers(4), how), lengths, **options)
+    ahead = prefetch(
+        LOADERS[kind](Numbers(4), how), PrefetchConfig(threads=True, workers=2, depth=1)
+    )
+    try:
+        assert run(ahead, lengths, **options) == expected
+    finally:
+        ahead.close()
+
+
 @settings(max_examples=150)
 @given(
     kind=st.sampled_from(sorted(LOADERS)),

@@ -223,7 +223,7 @@ class SessionStrategy(DDPStrategy):
         if self.session is None and self._loses and "optimizer_states" in checkpoint:
             warnings.warn(
                 f"{filepath} is saved after fit(), whose session is closed, and lacks its state: "
-                f"{self._loses} would begin anew from it; save inside fit(), as ModelCheckpoint",
+                f"{self._loses} would begin anew from it; ModelCheckpoint saves inside fit()",
                 stacklevel=2,
             )
         if self.session is not None and "optimizer_states" in checkpoint:

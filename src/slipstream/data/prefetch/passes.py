@@ -242,17 +242,20 @@ class Passes:
 
     def _ask(self, drawn: _Pass) -> None:
         """Ask the sampler for a batch."""
+        # A look at the generator takes a tenth of a millisecond. RandomSampler draws before its
+        # first sample, and once more after its last one.
+        asked = drawn.count + 1
+        may_draw = asked == 1 or asked >= drawn.length or self._draws_in_between
+        # not that of its last move: the script may have drawn, or seeded, since
+        before = self._generator.get_state() if may_draw else None
         try:
             drawn.following = next(drawn.batches, _END)
         except Exception as error:
             # Without this frame, which holds its callers: in workers' loaders torch's iterator.
             trace = error.__traceback__ and error.__traceback__.tb_next
             drawn.following, drawn.failure = _END, error.with_traceback(trace)
-        drawn.count += 1
-        # A look at the generator takes a tenth of a millisecond. RandomSampler draws before its
-        # first sample, and once more after its last one.
-        may_draw = drawn.count == 1 or drawn.count >= drawn.length or self._draws_in_between
-        if may_draw and self._has_moved(drawn.after):
+        drawn.count = asked
+        if before is not None and self._has_moved(before):
             drawn.moves.append((drawn.count, self._generator.get_state()))
 
     def _has_given_all(self, current: _Pass) -> bool:
