@@ -203,7 +203,7 @@ def test_what_a_pipe_takes_later_is_copied_once(
     taken: list[bytes] = []
 
     def read() -> None:
-        time.sleep(0.3)
+        time.sleep(0.3)  # until the pipe is full
         while piece := os.read(reader, 4096):
             taken.append(piece)
 

@@ -138,7 +138,7 @@ def _check_integers(
             try:
                 result = stages.run(stage, received.clone(), batch, returned, integer=integer)
                 result = result if loss_fn is None else loss_fn(result, batch.target)
-            except Exception:
+            except Exception:  # of an integer as an index, say: it counts as another outcome
                 return None
             return [x.clone() for x in tensors(result)]
 
