@@ -1,14 +1,18 @@
-"""The state of the user's optimizer at a meeting: kept, averaged over ranks, or forgotten."""
+"""The state of the user's optimizers at a meeting: kept, averaged over ranks, or forgotten."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
+from weakref import WeakKeyDictionary
 from zlib import crc32
 
 import torch
+from torch import nn
 
 from slipstream.codecs.compressor import is_finite
+from slipstream.errors import ModelError
+from slipstream.local.fragments import Fragment
 from slipstream.local.meeting import Meeting
 from slipstream.optim.elementwise import COUNTERS
 
@@ -52,7 +56,61 @@ def average_state(
         value.copy_(part.view(value.shape))
 
 
-def copy_in(state: Mapping[str, Any], parameter: torch.Tensor) -> str | None:
+class InnerOptimizers:
+    """Optimizers of the script that step parameters that meet: the one that `accelerate()` got, and
+    others that have stepped since.
+
+    Args:
+        optimizer: that of `accelerate()`.
+        met: the parameters that meet.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, met: Set[nn.Parameter]) -> None:
+        self._first, self._met = optimizer, met
+        self._others: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Another optimizer has stepped; whether it holds parameters that meet."""
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        if self._met.isdisjoint(held):
+            return False
+        self._others[optimizer] = None
+        return True
+
+    @property
+    def states(self) -> list[Mapping[torch.Tensor, Mapping[str, Any]]]:
+        """What each of them keeps."""
+        return [optimizer.state for optimizer in self._all()]
+
+    def forget(self, parameter: nn.Parameter) -> None:
+        """Begin anew with a parameter."""
+        for optimizer in self._all():
+            optimizer.state.pop(parameter, None)
+
+    def check_copies(self, fragment: Fragment) -> None:
+        """Refuse an optimizer that keeps copies of its parameters, which it would write over what
+        ranks have agreed on.
+
+        Raises:
+            ModelError: one does.
+        """
+        for parameter in dict.fromkeys(piece.parameter for piece in fragment.pieces):
+            for optimizer in self._all():
+                state = optimizer.state.get(parameter, {})
+                if key := _copy_in(state, parameter):
+                    raise ModelError(
+                        f"{type(optimizer).__name__} keeps a copy of its parameters (state "
+                        f"{key!r}), and writes it over what a meeting has changed: under local use "
+                        "an optimizer that updates the parameters themselves (precision: autocast "
+                        "keeps them in fp32)"
+                    )
+
+    def _all(self) -> Iterator[torch.optim.Optimizer]:
+        yield self._first
+        yield from self._others
+
+
+def _copy_in(state: Mapping[str, Any], parameter: torch.Tensor) -> str | None:
     """Name the entry of an optimizer's state that is its parameter in another dtype, by which it
     steps; None: there is none. One in the same dtype may be an average, as ASGD's is."""
     for key, value in state.items():

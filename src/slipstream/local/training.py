@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -21,13 +20,14 @@ from slipstream.local.delay_trial import DelayTrial
 from slipstream.local.engine import LocalEngine
 from slipstream.local.exchanges import IslandExchanges, JoinedAgain
 from slipstream.local.fragments import cut, sent_after
-from slipstream.local.inner_state import average_state, copy_in
+from slipstream.local.inner_state import InnerOptimizers, average_state
 from slipstream.local.island import Island
 from slipstream.local.meeting import ALIKE, CLOSES, Flight, Meeting
 from slipstream.local.outer_view import outer_view
 from slipstream.local.pace import Pace
 from slipstream.local.saved_state import check_settings, own_part
 from slipstream.local.shared_buffers import learned_buffers
+from slipstream.local.written import WrittenSince
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.pytree import mapped
 from slipstream.strategy import LocalConfig, Row
@@ -77,8 +77,8 @@ class LocalTraining:
         self._model, self._optimizer = model, optimizer
         self._norms = norms and recorder is not None
         self._trained, self.ranks, self._engine = tuple(trained), ranks, engine
-        self._others: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
-        self._met = met = {t.parameter for t in trained}
+        met = {t.parameter for t in trained}
+        self._optimizers = InnerOptimizers(optimizer, met)
         self._frozen = [(name, p) for name, p in model.named_parameters() if p not in met]
         self._buffers = {*learned_buffers(model)}  # at the start
         self._precision = precision
@@ -99,6 +99,7 @@ class LocalTraining:
         self._resumes = False  # it may load one that merges what was on its way
         self.evaluates = False
         self.own_state: Mapping[str, Any] | None = None
+        self._written = WrittenSince(self._trained)
         self._note()
         engine.leave(not self.warms_up)
 
@@ -251,11 +252,8 @@ class LocalTraining:
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Another optimizer of the script has stepped; it may hold parameters that meet."""
-        held = (p for group in optimizer.param_groups for p in group["params"])
-        if self._met.isdisjoint(held):
-            return
-        self._others[optimizer] = None
-        self._note()
+        if self._optimizers.stepped(optimizer):
+            self._note()
 
     @torch.no_grad()
     def send_ahead(self, worked: bool) -> None:
@@ -350,20 +348,6 @@ class LocalTraining:
                 "accelerate() again, or register it with persistent=False if ranks have it alike"
             )
 
-    def _check_copies(self, meeting: Meeting) -> None:
-        """Refuse an optimizer that keeps copies of its parameters, which it would write over what
-        ranks have agreed on."""
-        for parameter in dict.fromkeys(piece.parameter for piece in meeting.fragment.pieces):
-            for optimizer in self._optimizers:
-                state = optimizer.state.get(parameter, {})
-                if key := copy_in(state, parameter):
-                    raise ModelError(
-                        f"{type(optimizer).__name__} keeps a copy of its parameters (state "
-                        f"{key!r}), and writes it over what a meeting has changed: under local use "
-                        "an optimizer that updates the parameters themselves (precision: autocast "
-                        "keeps them in fp32)"
-                    )
-
     def _merge(self, due: Callable[[Flight], bool]) -> None:
         for number, meeting in enumerate(self._meetings):
             if not meeting.flies(due):
@@ -373,21 +357,20 @@ class LocalTraining:
             if not meeting.flies(due):  # this island came too late, and has joined again
                 continue
             if not meeting.done:
-                self._check_copies(meeting)
+                self._optimizers.check_copies(meeting.fragment)
             if self._averages_state(meeting):
                 with suppress(JoinedAgain):
-                    states = [optimizer.state for optimizer in self._optimizers]
-                    average_state(meeting, states, partial(self._average, number))
+                    average_state(meeting, self._optimizers.states, partial(self._average, number))
             if not meeting.flies(due):
                 continue
             assert meeting.flight is not None
             lost, seconds = meeting.flight.lost, meeting.flight.seconds
-            meeting.merge(self._forget)
+            meeting.merge(self._optimizers.forget)
             if self._trial is not None and len(seconds):
                 self._try_delay(self._trial, seconds)
             if lost:  # the rest of this rank is not finite either, or will not be for long
                 for other in self._meetings:
-                    other.adopt(self._forget)
+                    other.adopt(self._optimizers.forget)
                 self._weights = [0] * len(self._meetings)
 
     def _landed(self) -> None:
@@ -404,18 +387,6 @@ class LocalTraining:
         words = f"update {self.updates}, the meeting of fragment {number + 1} ({which})"
         args = {"bytes": self._meetings[number].sent_bytes, "update": self.updates}
         return Label(meeting_span(number + 1), lambda: words, args, words)
-
-    # The state of the user's optimizers.
-
-    @property
-    def _optimizers(self) -> Iterator[torch.optim.Optimizer]:
-        """Yield those of the script: the one that `accelerate()` got, and others that step."""
-        yield self._optimizer
-        yield from self._others
-
-    def _forget(self, parameter: nn.Parameter) -> None:
-        for optimizer in self._optimizers:
-            optimizer.state.pop(parameter, None)
 
     def _averages_state(self, meeting: Meeting) -> bool:
         every = self._config.average_every
@@ -618,7 +589,7 @@ class LocalTraining:
             return
         self.check_outside("close")
         self._take_outer()
-        with self._keeping_what_was_written():
+        with self._written.kept(self._meetings):
             self._merge(lambda flight: True)
             together = self._closes_with_others()
         if not together:
@@ -640,30 +611,10 @@ class LocalTraining:
             agreed = meeting.buffers.agreed(others) if counts else meeting.buffers.shared
             meeting.buffers.write(agreed)
 
-    @contextmanager
-    def _keeping_what_was_written(self) -> Iterator[None]:
-        """Keep parameters and buffers that the script has written since the last update, the best
-        it knows, say: a meeting that ends now is not of them. An average that was put in and taken
-        out again does not count as written."""
-        if self._rows is None or all(map(_same, self._rows, self._first_rows())):
-            yield
-            return
-        kept = [(meeting.read(), meeting.buffers.read()) for meeting in self._meetings]
-        yield
-        for meeting, (values, buffers) in zip(self._meetings, kept, strict=True):
-            meeting.write(values)
-            meeting.buffers.write(buffers)
-
     def _note(self) -> None:
         """Remember the parameters as an update has left them, where a meeting is to end."""
         flies = any(meeting.flight is not None for meeting in self._meetings)
-        waits = self._pace.waited is not None
-        self._rows = self._first_rows() if flies or waits else None
-
-    def _first_rows(self) -> list[torch.Tensor]:
-        """Copy a row of each parameter, by which to know them: torch counts no writes to `data`."""
-        values = (t.parameter.detach() for t in self._trained)
-        return [(value[:1] if value.dim() else value).clone() for value in values]
+        self._written.note(flies or self._pace.waited is not None)
 
     def _closes_with_others(self) -> bool:
         """Tell the others that this rank ends; whether they do, too."""
@@ -719,6 +670,3 @@ class LocalTraining:
         note += f"; {self._why}" if self._why else ""
         return [Row("local", f"{done} meetings", note, "lossy")]
 
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)

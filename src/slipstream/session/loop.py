@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
-import torch.distributed as dist
 
 from slipstream.errors import UsageError
-from slipstream.gradients.finite import all_finite, stored
 from slipstream.kernels.surroundings import outside_autocast
 from slipstream.local.training import LocalTraining
-from slipstream.parallel.dims import gather_objects
 from slipstream.parallel.whole_model import WholeModel
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session import messages
@@ -33,10 +30,11 @@ from slipstream.session.accumulation import AccumulationWindow
 from slipstream.session.exchanging import GradientExchange
 from slipstream.session.given import Given
 from slipstream.session.members import Members
+from slipstream.session.nonfinite import NonfiniteGradients
 from slipstream.session.proof import Proof
 from slipstream.session.step_hooks import StepHooks, collectives_so_far
 from slipstream.session.tracing import Tracer
-from slipstream.session.zeroing import Zeroing, is_finite_or_none, is_zero
+from slipstream.session.zeroing import Zeroing, is_zero
 from slipstream.strategy import keeps_state
 
 if TYPE_CHECKING:
@@ -86,7 +84,7 @@ class TrainingLoop:
         self.dims, self.window, self.precision = given.dims, window, precision
         self.tracer, self.members, self.local = tracer, members, local
         self.progress, self.explaining, self.proof = given.progress, given.explaining, proof
-        self._on_nonfinite = given.strategy.checks.nonfinite
+        self._nonfinite = NonfiniteGradients(given, exchange, window, precision, local, proof)
         codec = given.strategy.gradients.codec
         self._owes = codec is not None and keeps_state(codec)  # a part to later updates
         self._retained = False  # the graph of the last backward pass
@@ -110,7 +108,6 @@ class TrainingLoop:
         self._used = False  # by one by hand, which leaves the gradients
         self._dropped: set[torch.Tensor] = set()  # parameters that had kept theirs until then
         self._other_skips: bool | None = None  # another optimizer, this update; None: made no step
-        self._nonfinite_here: tuple[bool, str] | None = None  # before it was shown to this rank
         self._broken_off = False  # an update has begun and not ended
         self._collectives = 0  # when a step began
         self._meetings_due: list[bool] = []  # of ended updates: whether this rank has changed
@@ -257,7 +254,7 @@ class TrainingLoop:
         scale = self.window.scale
         self.engine.begin(exchange=exchange, scale=scale, loss_scale=loss_scale, dummy=dummy_batch)
         self._exchanged = False  # from here on averages may be mixed with gradients of this rank
-        self._nonfinite_here = None
+        self._nonfinite.pass_begins()
         try:
             run(dummy_batch)
             self.tracer.backward_ends()
@@ -265,7 +262,7 @@ class TrainingLoop:
             self.engine.end()
             self.progress.waited += time.perf_counter() - began
             if exchange:
-                self._show_nonfinite()
+                self._nonfinite.show()
             if exchange and self._without_batch:
                 self._zero()
             if not graph_waits or len(self._meetings_due) > 1:  # not for ever
@@ -288,17 +285,6 @@ class TrainingLoop:
         self.tracer.exchanged(self.engine.ready)
         if exchange and self.search is not None and self.search.watches:
             self.sharding.watch.begin(self._parameters)
-
-    def _show_nonfinite(self) -> None:
-        """Let each rank that shares the model see that gradients of one are not finite: a scaler of
-        the script looks at those of its rank, and all must skip the update."""
-        if self.dims.mesh.model_parallel == 1 or not self.engine.nonfinite:
-            return
-        if self.momentum_correction.momenta:  # which refuses scalers of the script
-            return
-        self._nonfinite_here = self.engine.nonfinite_here()
-        for gradient in self.engine.averages(self._parameters):  # each optimizer's scale looks
-            stored(gradient).fill_(torch.nan)
 
     @property
     def _without_batch(self) -> bool:
@@ -391,21 +377,13 @@ class TrainingLoop:
             if self._alone:
                 self._forget_look()
             else:
-                self._drop_nonfinite()
+                self._nonfinite.drop()
                 self._end_update(self._other_skips, late=True)
         if not in_forward:
             self._meet()
         elif self.local is not None and self._meetings_due and not self.local.evaluates:
             with torch.inference_mode(False):  # as in `_meet`
                 self.local.send_ahead(self._meetings_due[0])
-
-    def _drop_nonfinite(self) -> None:
-        """Drop averages that are infinite or NaN where the optimizer does not hold them, so that
-        its zeroing has left them: the next ones would be added to them."""
-        if self.engine.nonfinite:
-            for parameter in self._parameters:
-                if not is_finite_or_none(parameter):
-                    parameter.grad = None
 
     def _forget_look(self) -> None:
         """Forget gradients that this rank has gathered alone and thrown away, for an adversarial
@@ -484,7 +462,7 @@ class TrainingLoop:
             self._check_owed()
         if self.proof is not None:
             self.proof.before_update()
-        skip = bool(self._other_skips) or self._overflowed(by_hand=by_hand)
+        skip = bool(self._other_skips) or self._nonfinite.skips(self.steps, by_hand=by_hand)
         self.tracer.update_begins()
         if not skip:
             self.momentum_correction.check()
@@ -615,18 +593,18 @@ class TrainingLoop:
         if not self._dropped.isdisjoint(shared):
             raise messages.other_step_late(optimizer)
         if self._used:
-            if shared and self.engine.nonfinite and not self._are_finite(shared):
-                self._refuse_nonfinite()
+            if shared and self.engine.nonfinite and not self._nonfinite.are_finite(shared):
+                self._nonfinite.refuse(self.steps)
             return
         if shared and self.update_due:
-            if self._skips_itself(optimizer):  # no step is made
+            if self._nonfinite.skips_itself(optimizer):  # no step is made
                 for parameter in shared:
                     parameter.grad = None
                 return
             # others it lets step where their own gradients are finite
-            ends = self.engine.nonfinite and self._on_nonfinite == "raise"
-            finite = ends and self._are_finite(shared)
-            self._other_skips = bool(self._other_skips) or (not finite and self._overflowed())
+            finite = self._nonfinite.would_raise and self._nonfinite.are_finite(shared)
+            skips = not finite and self._nonfinite.skips(self.steps)
+            self._other_skips = bool(self._other_skips) or skips
             for parameter in shared if self._other_skips or self._without_batch else ():
                 parameter.grad = None
             self._zeroing.used_by_another()
@@ -636,50 +614,6 @@ class TrainingLoop:
     def _other_ends(self, optimizer: torch.optim.Optimizer) -> None:
         if self.local is not None:
             self.local.stepped(optimizer)
-
-    def _overflowed(self, *, by_hand: bool = False) -> bool:
-        """Whether the update must be skipped; the same on every rank. ``by_hand``: a scaler may
-        step each optimizer by itself, and what this one holds may be finite alone."""
-        if self.engine.overflowed:
-            return True
-        if self._skips_itself(self.optimizer):
-            return True
-        if self.window.loss_scale == 1.0 and not self.precision.scales:
-            ends = self.engine.nonfinite and self._on_nonfinite == "raise"
-            own = (p for group in self.optimizer.param_groups for p in group["params"])
-            if by_hand and ends and self._are_finite(own):
-                return False
-            return self._refuse_nonfinite()
-        # Averages are the same on all data-parallel ranks, unless each has a shard of them; those
-        # that share a model must agree.
-        return self.sharding.any_rank(not all_finite(self.engine.averages(self._parameters)))
-
-    def _skips_itself(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether torch's GradScaler, which calls a fused step in any case, tells it to skip."""
-        found = getattr(optimizer, "found_inf", None)
-        return found is not None and self.sharding.any_rank(bool(found))
-
-    def _are_finite(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
-        """Whether the gradients of these are finite, on all ranks."""
-        found = all_finite(self.engine.averages(parameters))
-        return not self.sharding.any_rank(not found)
-
-    def _refuse_nonfinite(self) -> bool:
-        """Whether the update must be skipped because of gradients that are not finite.
-
-        Raises:
-            NonFiniteError: if that is what the strategy asks for; on all ranks that average alike.
-        """
-        if not self.engine.nonfinite or self._on_nonfinite == "skip":
-            return self.engine.nonfinite
-        if self.proof is not None:
-            self.proof.explain_nonfinite(self.steps)
-        own = self._nonfinite_here or self.engine.nonfinite_here()
-        control = self.dims.control
-        found = {0 if control is None else dist.get_rank(control): own}
-        if control is not None and (self.local is None or self.local.warms_up):
-            found = dict(enumerate(gather_objects(own, "what is not finite", control)))
-        raise messages.nonfinite(found, self.steps)
 
     # What is refused.
 
