@@ -79,7 +79,7 @@ class InnerOptimizers:
 
     @property
     def states(self) -> list[Mapping[torch.Tensor, Mapping[str, Any]]]:
-        """What each of them keeps."""
+        """The state of each of them."""
         return [optimizer.state for optimizer in self._all()]
 
     def forget(self, parameter: nn.Parameter) -> None:

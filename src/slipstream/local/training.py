@@ -669,4 +669,3 @@ class LocalTraining:
         note = f"{len(self._meetings)} fragments, {rate} in place of gradients"
         note += f"; {self._why}" if self._why else ""
         return [Row("local", f"{done} meetings", note, "lossy")]
-
