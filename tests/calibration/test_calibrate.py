@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -231,14 +233,23 @@ def test_sizes_for_which_there_is_no_time_are_left_out(two) -> None:
             assert [num_bytes for num_bytes, _ in curve.points] == [sizes[0], sizes[4]]
 
 
-def far(seconds: float) -> NetworkProfile:
-    """Measure a line of a tenth of a second, whose bytes show from some megabytes on, by a clock
-    that knows nothing else."""
+def in_some_megabytes(num_bytes: float) -> float:
+    """Seconds of an exchange over a line of a tenth of a second."""
+    return 0.1 + num_bytes / 20e6
+
+
+def after_idle(num_bytes: float) -> float:
+    """Seconds of an exchange whose connections begin slowly: twice the bytes every 60 ms."""
+    return 0.3 + 0.06 * math.log2(1 + num_bytes / 16384) + num_bytes / 20e6
+
+
+def far(line: Callable[[float], float], seconds: float) -> NetworkProfile:
+    """Measure a line by a clock that knows nothing else."""
     now = 0.0
 
     def late(whole, part, lanes):
         nonlocal now
-        now += 0.1 + whole.nbytes / 20e6
+        now += line(whole.nbytes)
 
     collectives = dict.fromkeys(collective_timer.COLLECTIVES, late)
     with (
@@ -249,10 +260,16 @@ def far(seconds: float) -> NetworkProfile:
 
 
 def test_a_long_line_is_measured_as_far_as_its_bytes_show(two) -> None:
-    for profile in two.run(far, 1.5):
+    for profile in two.run(far, in_some_megabytes, 1.5):
         curve = profile.networks["world"].all_reduce
         assert len(curve.points) <= 5
-        assert curve.seconds(64 * 2**20) == pytest.approx(0.1 + 64 * 2**20 / 20e6, rel=1e-3)
+        assert curve.seconds(64 * 2**20) == pytest.approx(in_some_megabytes(64 * 2**20), rel=1e-3)
+
+
+def test_a_line_that_begins_slowly_is_not_taken_for_one_of_little_bandwidth(two) -> None:
+    for profile in two.run(far, after_idle, 1.5):
+        curve = profile.networks["world"].all_reduce
+        assert curve.seconds(4 * 2**20) == pytest.approx(after_idle(4 * 2**20), rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,12 @@ LONG = 1.0
 """Seconds of an exchange that is measured only once."""
 FAR, STRIDE = 1.5, 16
 """On a long line small exchanges all take its latency. Where there is no time for all of them, each
-size is ``STRIDE`` times the last, until one takes ``FAR`` times as long as the smallest."""
+size is ``STRIDE`` times the last, until two take ``FAR`` times as long as the smallest: a
+connection that was idle begins slowly, and by the first of them a byte costs several times what it
+costs of larger ones."""
+PATIENCE = 5.0
+"""Seconds that a size may be expected to take which is to show what its bytes cost, however few
+there are for all; it takes a quarter of them on such a line."""
 
 
 @dataclass
@@ -187,7 +192,7 @@ class CollectiveTimer:
                 continue
             if len(timings) >= 2:
                 expected = _expected(timings, elements)
-                if expected > (left if _shows_bytes(timings) else seconds):
+                if expected > (left if _shows_bytes(timings) else max(seconds, PATIENCE)):
                     break
             if not timings:
                 (first,) = self._slowest([self._timed(call, 1)])
@@ -235,8 +240,8 @@ def _noise(timings: Sequence[Timing]) -> float | None:
 
 
 def _shows_bytes(timings: Sequence[Timing]) -> bool:
-    """Whether the last exchange took longer than the first for its bytes."""
-    return timings[-1].first >= FAR * timings[0].first
+    """Whether the last two exchanges took longer than the first for their bytes."""
+    return all(timing.first >= FAR * timings[0].first for timing in timings[-2:])
 
 
 def _says_nothing_new(timings: Sequence[Timing], elements: int) -> bool:
