@@ -80,11 +80,11 @@ class InnerOptimizers:
     @property
     def states(self) -> list[Mapping[torch.Tensor, Mapping[str, Any]]]:
         """The state of each of them."""
-        return [optimizer.state for optimizer in self._all()]
+        return [optimizer.state for optimizer in self]
 
     def forget(self, parameter: nn.Parameter) -> None:
         """Begin anew with a parameter."""
-        for optimizer in self._all():
+        for optimizer in self:
             optimizer.state.pop(parameter, None)
 
     def check_copies(self, fragment: Fragment) -> None:
@@ -95,7 +95,7 @@ class InnerOptimizers:
             ModelError: one does.
         """
         for parameter in dict.fromkeys(piece.parameter for piece in fragment.pieces):
-            for optimizer in self._all():
+            for optimizer in self:
                 state = optimizer.state.get(parameter, {})
                 if key := _copy_in(state, parameter):
                     raise ModelError(
@@ -105,7 +105,7 @@ class InnerOptimizers:
                         "keeps them in fp32)"
                     )
 
-    def _all(self) -> Iterator[torch.optim.Optimizer]:
+    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
         yield self._first
         yield from self._others
 
