@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +15,12 @@ import torch
 import torch.distributed as dist
 
 from slipstream.errors import MismatchError, ModelError, UsageError
-from slipstream.transport.consistency import collective_errors
+from slipstream.transport.consistency import (
+    ROW_BYTES,
+    collective_errors,
+    different_verbs,
+    verb_in,
+)
 
 LEAVE = timedelta(seconds=1)
 """How long an answer is awaited that nobody needs any more: a group that still waits for a rank
@@ -165,7 +171,8 @@ class Agreement:
             self._active, self._active_since = active, self._steps - 1
 
     def _ask(self, promise: int, group: dist.ProcessGroup) -> None:
-        mine = torch.tensor([self._number, self._steps, promise, self._mark, self.content])
+        mine = torch.tensor([self._number, self._steps, promise, self._mark, self.content, 0])
+        assert mine.nbytes == ROW_BYTES  # another rank may be at a verb of the session instead
         answers = torch.empty(len(mine) * self._ranks, dtype=torch.int64)
         with collective_errors("the comparison of the loaders"):
             work = dist.all_gather(list(answers.split(len(mine))), mine, group=group, async_op=True)
@@ -173,8 +180,11 @@ class Agreement:
         self._pending = work, answers
 
     def _take(self, answers: list[list[int]]) -> None:
-        number, step, _, mark, _ = answers[0]
-        for rank, (other_number, other_step, _, other_mark, _) in enumerate(answers):
+        verbs = [verb_in(struct.pack("6q", *answer)) for answer in answers]
+        if any(verb is not None for verb in verbs):
+            raise different_verbs(verbs)
+        number, step, _, mark, *_ = answers[0]
+        for rank, (other_number, other_step, _, other_mark, *_) in enumerate(answers):
             if (other_number, other_step) != (number, step):
                 raise MismatchError(
                     f"rank 0 asks session.loader for batch {step} of pass {number}, rank {rank} "
@@ -188,8 +198,8 @@ class Agreement:
                     "updates would differ; step schedulers on every rank alike, and those that "
                     "look at a metric, as ReduceLROnPlateau, with its mean over ranks"
                 )
-        self._compare([content for *_, content in answers])
-        promises = [promise for _, _, promise, _, _ in answers]
+        self._compare([content for *_, content, _ in answers])
+        promises = [promise for _, _, promise, *_ in answers]
         empty = [rank for rank, promise in enumerate(promises) if not promise]
         if not step and not self._goes_on and 0 < len(empty) < self._ranks:
             raise ModelError(
