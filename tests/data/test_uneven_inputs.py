@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -511,3 +512,30 @@ def test_a_dummy_batch_uses_no_parameter(two: Ranks, strategy: dict[str, Any]) -
     for weights in two.run(rare_weights, PerRank(6, 2), strategy, timeout=40):
         assert len(set(weights)) == used, "decayed"
         assert len(set(weights[used - 1 :])) == 1
+
+
+def warned_of(own: Any, batches_per_pass: int = 2) -> list[tuple[str, str]]:
+    """What two passes over these batches warn of, and which file the warning names."""
+    loader = UnevenInputLoader([own] * batches_per_pass, group=dist.group.WORLD)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert len([*loader]) == batches_per_pass
+    return [(str(w.message), w.filename) for w in caught]
+
+
+def test_ranks_that_train_on_the_same_data_are_warned_of_once(three: Ranks) -> None:
+    """As a loader with shuffle=True gives them, where all ranks have one seed."""
+    ones, twos = {"x": torch.ones(2, 3)}, {"x": torch.full((2, 3), 2.0)}
+    found = three.run(warned_of, PerRank(ones, twos, ones))
+    assert found[1:] == [[], []]
+    [(text, file)] = found[0]
+    assert text.startswith("ranks 0, 2 got the same first batch, bit for bit")
+    assert "slipstream.data_share()" in text
+    assert file == __file__
+
+
+def test_batches_that_differ_or_cannot_be_compared_are_no_reason_to_warn(three: Ranks) -> None:
+    assert three.run(warned_of, PerRank(*[torch.tensor([float(i)]) for i in range(3)])) == [[]] * 3
+    assert three.run(warned_of, ["a", 1]) == [[]] * 3  # no tensors
+    assert three.run(warned_of, torch.eye(3).to_sparse()) == [[]] * 3

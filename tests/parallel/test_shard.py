@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, strategies as st
 
 from slipstream.errors import StrategyError
-from slipstream.parallel.dims import Mesh, checksum
+from slipstream.parallel.dims import Mesh
 from slipstream.parallel.tensor.shard import Shard
+from slipstream.pytree import checksum
 
 
 @given(st.data())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -62,6 +63,52 @@ def test_parts_of_different_updates_are_refused(strategy: Any) -> None:
             saved.append(session.checkpoint(sharded=True))
         with pytest.raises(UsageError, match=r"different updates, 2, 3, .*write its number into"):
             session.restore(saved[1:])
+
+
+BATCHES = [torch.ones(2, 2), torch.zeros(2, 2)]
+ONE_BIT = {"gradients": {"codec": "onebit"}}
+
+
+def alone(verb: str, strategy: Any) -> str:
+    """The first rank calls a verb, as inside of ``if session.rank == 0:``; the other one has begun
+    its next epoch by then."""
+    batches = [x + dist.get_rank() for x in BATCHES]
+    session = opened(batches, strategy)
+    saved = copy.deepcopy(session.checkpoint())
+    for x in session.loader:
+        session.backward(session.model(x).square().mean())
+        session.step()
+    calls = {
+        "checkpoint": session.checkpoint,
+        "state_dict": session.state_dict,
+        "load_state_dict": partial(session.load_state_dict, saved["session"]),
+        "restore": partial(session.restore, saved),
+    }
+    following = iter(session.loader)
+    with pytest.raises(MismatchError) as caught:
+        next(following) if session.rank else calls[verb]()
+    session.__exit__(MismatchError, caught.value, None)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("verb", "strategy"),
+    [
+        ("checkpoint", {"gradients": {"transport": "sharded"}}),
+        ("checkpoint", ONE_BIT),
+        ("state_dict", ONE_BIT),
+        ("load_state_dict", None),
+        ("restore", None),
+    ],
+)
+def test_a_verb_of_all_ranks_that_one_calls_alone_is_named(
+    two: Ranks, verb: str, strategy: Any
+) -> None:
+    """gloo ended the other rank's process, or it read numbers out of the first one's words."""
+    found = two.run(alone, verb, strategy)
+    assert found[0] == found[1]
+    assert f"rank 0 session.{verb}(), rank 1 the next batch of session.loader" in found[0]
+    assert f"call session.{verb}() on all ranks" in found[0]
 
 
 def another(part: str) -> str:

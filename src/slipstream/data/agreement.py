@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+import warnings
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -12,7 +15,12 @@ import torch
 import torch.distributed as dist
 
 from slipstream.errors import MismatchError, ModelError, UsageError
-from slipstream.transport.consistency import collective_errors
+from slipstream.transport.consistency import (
+    ROW_BYTES,
+    collective_errors,
+    different_verbs,
+    verb_in,
+)
 
 LEAVE = timedelta(seconds=1)
 """How long an answer is awaited that nobody needs any more: a group that still waits for a rank
@@ -32,6 +40,7 @@ class Agreement:
 
     Attributes:
         dummy_batch: whether this rank has no batch in the present step.
+        content: a checksum of the batch of the first step, which ranks compare; 0: of none.
         asked_in: the thread that asks before each step; None: it asks where a promise ends alone.
     """
 
@@ -56,6 +65,7 @@ class Agreement:
         """The step up to which each rank has promised batches."""
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
         self._active, self._active_since = self._ranks, 0
+        self.content = 0
         self.asked_in: Thread | None = None
         self._is_over = self._all_used = self.dummy_batch = False
 
@@ -161,7 +171,8 @@ class Agreement:
             self._active, self._active_since = active, self._steps - 1
 
     def _ask(self, promise: int, group: dist.ProcessGroup) -> None:
-        mine = torch.tensor([self._number, self._steps, promise, self._mark])
+        mine = torch.tensor([self._number, self._steps, promise, self._mark, self.content, 0])
+        assert mine.nbytes == ROW_BYTES  # another rank may be at a verb of the session instead
         answers = torch.empty(len(mine) * self._ranks, dtype=torch.int64)
         with collective_errors("the comparison of the loaders"):
             work = dist.all_gather(list(answers.split(len(mine))), mine, group=group, async_op=True)
@@ -169,8 +180,11 @@ class Agreement:
         self._pending = work, answers
 
     def _take(self, answers: list[list[int]]) -> None:
-        number, step, _, mark = answers[0]
-        for rank, (other_number, other_step, _, other_mark) in enumerate(answers):
+        verbs = [verb_in(struct.pack("6q", *answer)) for answer in answers]
+        if any(verb is not None for verb in verbs):
+            raise different_verbs(verbs)
+        number, step, _, mark, *_ = answers[0]
+        for rank, (other_number, other_step, _, other_mark, *_) in enumerate(answers):
             if (other_number, other_step) != (number, step):
                 raise MismatchError(
                     f"rank 0 asks session.loader for batch {step} of pass {number}, rank {rank} "
@@ -184,7 +198,8 @@ class Agreement:
                     "updates would differ; step schedulers on every rank alike, and those that "
                     "look at a metric, as ReduceLROnPlateau, with its mean over ranks"
                 )
-        promises = [promise for _, _, promise, _ in answers]
+        self._compare([content for *_, content, _ in answers])
+        promises = [promise for _, _, promise, *_ in answers]
         empty = [rank for rank, promise in enumerate(promises) if not promise]
         if not step and not self._goes_on and 0 < len(empty) < self._ranks:
             raise ModelError(
@@ -195,3 +210,19 @@ class Agreement:
             )
         self._ends = [step + promise for promise in promises]
         self._agreed = step + min((promise for promise in promises if promise), default=0)
+
+    def _compare(self, contents: Sequence[int]) -> None:
+        """Warn, on the first rank, where some have the same batch."""
+        times = Counter(contents)
+        same = [
+            str(rank) for rank, content in enumerate(contents) if content and times[content] > 1
+        ]
+        self.content = 0
+        if same and not self._rank:
+            warnings.warn(
+                f"ranks {', '.join(same)} got the same first batch, bit for bit: they train on the "
+                "same data, as one rank alone would. Give each its share: rank, ranks = "
+                "slipstream.data_share(), DataLoader(dataset, ..., sampler=DistributedSampler("
+                "dataset, num_replicas=ranks, rank=rank)), without shuffle=True",
+                stacklevel=7,  # the loop of the script
+            )

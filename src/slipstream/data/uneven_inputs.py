@@ -32,7 +32,7 @@ from slipstream.data.earlier_epoch import warn_of_an_earlier_epoch
 from slipstream.data.lengths import certain_length, epoch_of
 from slipstream.data.loader_around import LoaderAround
 from slipstream.errors import DataError, UsageError
-from slipstream.pytree import LEAVES, mapped
+from slipstream.pytree import LEAVES, checksum, mapped
 from slipstream.trace.event import DATA_WAIT
 from slipstream.trace.recorder import Recorder
 
@@ -431,6 +431,8 @@ class _Pass(Iterator[Any]):
         promise = max(left, 1) if has_one else 0
         if self._length is None or self._error:
             self._agreement.asked_in = current_thread()
+        if has_one and not self.steps and self._loader._passes == 1:
+            self._agreement.content = _content_of(self._following)
         with self._loader._explaining():
             return self._agreement.next_step(promise, self._loader._group)
 
@@ -461,6 +463,14 @@ class _Pass(Iterator[Any]):
         if recorder is not None and batch is not _END:
             recorder.add(DATA_WAIT, start, recorder.now(), **reading)
         return batch
+
+
+def _content_of(batch: Any) -> int:
+    """A checksum of the tensors of a batch; 0 where there are none, or of a kind without one."""
+    try:
+        return checksum(batch)
+    except Exception:  # sparse and nested ones, say, and containers of the user's
+        return 0
 
 
 def _copied(batch: Any) -> Any:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from slipstream import comm
 from slipstream.cluster.connect import Cluster
 from slipstream.errors import MismatchError, StrategyError
-from slipstream.pytree import tensors
+from slipstream.pytree import checksum
 from slipstream.strategy import ParallelConfig
 from slipstream.trace.recorder import Recorder
 from slipstream.transport.consistency import collective_errors
@@ -113,21 +112,6 @@ def mesh_of(parallel: ParallelConfig, world_size: int) -> Mesh:
     tensor = parallel.tensor.ranks if parallel.tensor else 1
     pipeline = parallel.pipeline.ranks if parallel.pipeline else 1
     return Mesh.of(world_size, pipeline=pipeline, tensor=tensor)
-
-
-def checksum(batch: object) -> int:
-    """A checksum of the tensors in nested tuples, lists, mappings and dataclasses.
-
-    Example:
-        >>> checksum((torch.ones(2), {"x": [torch.zeros(1)]})) == checksum((torch.ones(2),))
-        False
-    """
-    value = 0
-    for tensor in tensors(batch):
-        # a view of one value may have any stride, which `contiguous` lets be
-        flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
-        value = crc32(flat.view(torch.uint8).numpy().tobytes(), value + tensor.dim())
-    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from slipstream.errors import UsageError
 from slipstream.gradients.compressed import NamedState
 from slipstream.gradients.ready_order import ReadyOrder
 from slipstream.local.model import KEY as LOCAL, joined_ranks
-from slipstream.parallel.dims import checksum, gather_objects
-from slipstream.pytree import mapped
+from slipstream.parallel.dims import gather_objects
+from slipstream.pytree import checksum, mapped
 from slipstream.session.checkpoint_shape import mistakes, session_mistakes
 from slipstream.sharding.state import join_shards
 

@@ -307,7 +307,7 @@ class Session(Generic[M, O]):
         self._must_be_open("state_dict")
         self._must_not_lose_gradients("state_dict")
         with self._loop.explaining():
-            return self._state.state(self._loop.steps)
+            return self._state.state(self._loop.steps, "session.state_dict")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict()``; every rank loads the same state, but for what is its own,
@@ -325,6 +325,7 @@ class Session(Generic[M, O]):
         self._check_restore("load_state_dict")
         self._must_have_no_gradients("load_state_dict")
         with self._loop.explaining():
+            self._state.meet("session.load_state_dict")
             self._state.check(state)
             self._load(state)
 
@@ -351,6 +352,8 @@ class Session(Generic[M, O]):
 
         Raises:
             UsageError: no such part, or an accumulation window is open.
+            MismatchError: other ranks have called something else, where there is something to
+                gather; on every rank alike.
 
         Example:
             >>> import slipstream
@@ -381,7 +384,7 @@ class Session(Generic[M, O]):
                 else whole.full_optimizer_state_dict()
             )
         if "session" in wanted:
-            state["session"] = self._state.state(self._loop.steps)
+            state["session"] = self._state.state(self._loop.steps, "session.checkpoint")
         if sharded and self.rank:
             state = {part: value for part, value in state.items() if part == "optimizer"}
         numbers: dict[str, Any] = plain_numbers(state)
@@ -413,6 +416,7 @@ class Session(Generic[M, O]):
         self._must_be_open("restore")
         self._check_restore("restore")
         with self._loop.explaining():
+            self._state.meet("session.restore")
             self._restore(joined(state))
 
     def _restore(self, state: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ from slipstream.session import checkpoint
 from slipstream.session.exchanging import GradientExchange
 from slipstream.session.given import Given
 from slipstream.strategy import Strategy, keeps_state
-from slipstream.transport.consistency import agree
+from slipstream.transport.consistency import agree, meet
 
 
 class SessionState:
@@ -56,12 +56,22 @@ class SessionState:
         self.engine, self.search = exchange.engine, exchange.search
         self.momentum = exchange.momentum
 
-    def state(self, steps: int) -> dict[str, Any]:
+    def meet(self, verb: str) -> None:
+        """Go on once all ranks are at the same verb of the session.
+
+        Raises:
+            MismatchError: another rank has called something else; on every rank alike.
+        """
+        if self.dims.control is not None:
+            meet(verb, 0.0, self.dims.control)
+
+    def state(self, steps: int, verb: str) -> dict[str, Any]:
         """Gather the state that ``Session.state_dict`` returns after ``steps`` updates; a
-        collective."""
+        collective, for what the user has called."""
         control, codecs = self.dims.control, []
         # from the strategy: all ranks must decide alike whether to gather, whatever they keep
         if control is not None and keeps_state(self.codec):
+            self.meet(verb)
             codecs = checkpoint.gathered(self.engine.codec_state(), control)
         order = checkpoint.order_document(self.engine.order, self.names)
         if control is not None and self.dims.mesh.pipeline > 1:

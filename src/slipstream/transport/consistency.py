@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -19,6 +19,11 @@ from slipstream.errors import ExchangeError, MismatchError, SlipstreamError
 
 _SHOWN = 5
 """Ranks that an error quotes."""
+
+_MEETING = struct.Struct("40sd")
+ROW_BYTES = _MEETING.size
+"""What each rank sends in `meet`. A collective of another length ends the process of its peer, by
+gloo, so others that ranks may take for it in the same group send as much."""
 
 T = TypeVar("T")
 
@@ -111,16 +116,41 @@ def meet(verb: str, value: float, group: dist.ProcessGroup) -> float:
         ExchangeError: another rank has ended, or does not come in time.
         MismatchError: another rank has called something else; on every rank alike.
     """
-    row = torch.frombuffer(bytearray(struct.pack("40sd", verb.encode(), value)), dtype=torch.uint8)
+    packed = bytearray(_MEETING.pack(verb.encode(), value))
+    row = torch.frombuffer(packed, dtype=torch.uint8)
     with collective_errors(f"{verb}(), which all ranks must call,"):
         rows = row.new_empty(dist.get_world_size(group), row.numel())
         dist.all_gather(list(rows.unbind()), row, group=group)
-    found = [struct.unpack("40sd", bytes(row.tolist())) for row in rows]
-    verbs = [text.rstrip(b"\0").decode() for text, _ in found]
+    sent = [bytes(row.tolist()) for row in rows]
+    verbs = [verb_in(row) for row in sent]
     if set(verbs) != {verb}:
-        each = ", ".join(f"rank {rank} {verb}()" for rank, verb in enumerate(verbs[:_SHOWN]))
-        raise MismatchError(f"ranks have called different collectives: {each}; call one on all")
-    return float(sum(number for _, number in found))
+        raise different_verbs(verbs)
+    return float(sum(_MEETING.unpack(row)[1] for row in sent))
+
+
+def verb_in(row: bytes) -> str | None:
+    """Find the verb of the session in a row of `meet`; None: it is that of another collective.
+
+    Example:
+        >>> verb_in(_MEETING.pack(b"session.checkpoint", 0.0)), verb_in(bytes(ROW_BYTES))
+        ('session.checkpoint', None)
+    """
+    text = row[: ROW_BYTES - 8].rstrip(b"\0")
+    return text.decode() if text.startswith(b"session.") and text.isascii() else None
+
+
+def different_verbs(verbs: Sequence[str | None]) -> MismatchError:
+    """Ranks are at different verbs of the session, by rank; None: at a batch of its loader."""
+    called = [verb for verb in verbs if verb is not None]
+    words = ["the next batch of session.loader" if verb is None else f"{verb}()" for verb in verbs]
+    each = ", ".join(f"rank {rank} {word}" for rank, word in enumerate(words[:_SHOWN]))
+    remedy = "call one on all"
+    if len(called) < len(verbs):
+        remedy = (
+            f"call {called[0]}() on all ranks, and leave only what one of them does with the "
+            "result, as writing it, to `if session.rank == 0:`"
+        )
+    return MismatchError(f"ranks have called different collectives: {each}; {remedy}")
 
 
 def of_first(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
