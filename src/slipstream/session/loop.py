@@ -612,6 +612,8 @@ class TrainingLoop:
             raise messages.inner_step(self.optimizer, name)
         trained = {*self._parameters}
         shared = [p for g in optimizer.param_groups for p in g["params"] if p in trained]
+        if shared:  # by whole averages, which it could not have under `sharded`
+            self.sharding.watch.notice()
         if not self._dropped.isdisjoint(shared):
             raise messages.other_step_late(optimizer)
         if self._used:
