@@ -113,6 +113,7 @@ class TrainingLoop:
         self._nonfinite_here: tuple[bool, str] | None = None  # before it was shown to this rank
         self._broken_off = False  # an update has begun and not ended
         self._collectives = 0  # when a step began
+        self._collectives_before: int | None = None  # that of another optimizer; None: none began
         self._meetings_due: list[bool] = []  # of ended updates: whether this rank has changed
 
     @property
@@ -568,7 +569,7 @@ class TrainingLoop:
 
     def _step_ends(self) -> None:
         if self.local is not None and self._collectives != collectives_so_far():
-            self.local.check_shared_step()
+            self.local.check_shared_step(self.optimizer)
         skip, self._by_hand = self._by_hand, None
         if skip is None:
             if self._by_own:
@@ -604,6 +605,7 @@ class TrainingLoop:
         averaged gradients are there. Where the update is skipped, it leaves them alone, too. The
         one that this optimizer is around (SAM calls it `base_optimizer`) steps inside of its step
         alone, unless that is no step of an ``Optimizer``, of which nobody would be told."""
+        self._collectives_before = None if self.local is None else collectives_so_far()
         if self._updating:
             return
         hooked = isinstance(self.optimizer, torch.optim.Optimizer)
@@ -637,7 +639,9 @@ class TrainingLoop:
 
     def _other_ends(self, optimizer: torch.optim.Optimizer) -> None:
         if self.local is not None:
-            self.local.stepped(optimizer)
+            before, self._collectives_before = self._collectives_before, None
+            exchanged = before not in (None, collectives_so_far())
+            self.local.stepped(optimizer, exchanged=exchanged)
 
     def _overflowed(self, *, by_hand: bool = False) -> bool:
         """Whether the update must be skipped; the same on every rank. ``by_hand``: a scaler may
