@@ -30,6 +30,7 @@ from slipstream.parallel.whole_model import WholeModel
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session import messages
 from slipstream.session.accumulation import AccumulationWindow
+from slipstream.session.by_hand import UpdatesByHand
 from slipstream.session.exchanging import GradientExchange
 from slipstream.session.given import Given
 from slipstream.session.members import Members
@@ -96,6 +97,7 @@ class TrainingLoop:
         self._in_no_sync = 0  # of the backward passes
         self._parameters = tuple(self.model.parameters())
         self._zeroing = Zeroing(self.model, self.optimizer)
+        self._by_script = UpdatesByHand(self._parameters)
         # weak: the hooks call back, and a circle would keep the groups of a session that is over
         self._hooks: Callable[[], StepHooks | None] = lambda: None
         self._compared = False  # the first batches of ranks that share the model
@@ -277,6 +279,8 @@ class TrainingLoop:
             raise
         self.whole.note_gradients()
         self._backward_done, self._exchanged = True, exchange
+        if exchange and not self.sharding.is_sharded:  # else gradients have no values to use
+            self._by_script.note()
         # what no_sync() has gathered may be thrown away
         self._zeroing.note(in_window=not exchange and not self._local_only)
         self.backwards += 1
@@ -393,12 +397,28 @@ class TrainingLoop:
                 self._forget_look()
             else:
                 self._drop_nonfinite()
+                if self._other_skips is None:
+                    self._check_by_hand()
                 self._end_update(self._other_skips, late=True)
         if not in_forward:
             self._meet()
         elif self.local is not None and self._meetings_due and not self.local.evaluates:
             with torch.inference_mode(False):  # as in `_meet`
                 self.local.send_ahead(self._meetings_due[0])
+
+    def _check_by_hand(self) -> None:
+        """Say, once, that the script updates parameters by itself.
+
+        Raises:
+            UsageError: where gradients, or what becomes of parameters, would be wrong.
+        """
+        if not self._by_script.found:
+            return
+        error = messages.updated_by_hand()
+        owes = self._owes and self.dims.control is not None
+        if owes or self.momentum_correction.momenta or self.local is not None:
+            raise error
+        warnings.warn(str(error), stacklevel=6)
 
     def _drop_nonfinite(self) -> None:
         """Drop averages that are infinite or NaN where the optimizer does not hold them, so that
@@ -514,6 +534,7 @@ class TrainingLoop:
         worked = skip is False and self.window.contributions > 0
         if skip is False:
             self.steps += 1
+            self._by_script.stepped()
         else:
             self.skipped += 1
         self.progress.reached(self.steps)
@@ -583,6 +604,7 @@ class TrainingLoop:
         """Count an update with gradients of the script's own, which no backward pass has made."""
         self._by_own = False
         self.steps += 1
+        self._by_script.stepped()
         self.progress.reached(self.steps)
         with self._gradients_kept():
             self.engine.updated(self.steps)
