@@ -22,7 +22,7 @@ from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import MismatchError, UsageError
 from tests.checkpoint.kills import curve, survive
 from tests.checkpoint.training import SETTINGS, Net, part
-from tests.harness.models import Dealt
+from tests.harness.models import Dealt, Sliced
 from tests.harness.ranks import Ranks
 
 
@@ -543,10 +543,10 @@ def test_training_goes_on_while_the_copy_is_written(tmp_path: Path) -> None:
     assert torch.equal(read(saved.paths[-1])[0]["model"]["inner.weight"], before)
 
 
-def dealt_out(folder: str, own: bool, stop: int) -> list[torch.Tensor]:
+def dealt_out(kind: type[Dealt | Sliced], folder: str, own: bool, stop: int) -> list[torch.Tensor]:
     torch.manual_seed(3)
     model = Net().eval()
-    optimizer = Dealt(model.parameters())
+    optimizer = kind(model.parameters())
     also = {"optimizer": optimizer} if own else {"schedule": LinearLR(optimizer)}
     with slipstream.accelerate(model, optimizer) as session:
         saved = Checkpoints(folder, also=also)
@@ -558,13 +558,14 @@ def dealt_out(folder: str, own: bool, stop: int) -> list[torch.Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.parametrize("kind", [Dealt, Sliced])
 def test_an_optimizer_that_deals_its_work_out_is_saved_by_each_rank(
-    two: Ranks, tmp_path: Path
+    two: Ranks, kind: type[Dealt | Sliced], tmp_path: Path
 ) -> None:
-    expected = two.run(dealt_out, str(tmp_path / "whole"), True, 5)
-    two.run(dealt_out, str(tmp_path / "parted"), True, 2)
-    for found in two.run(dealt_out, str(tmp_path / "parted"), True, 5):
+    expected = two.run(dealt_out, kind, str(tmp_path / "whole"), True, 5)
+    two.run(dealt_out, kind, str(tmp_path / "parted"), True, 2)
+    for found in two.run(dealt_out, kind, str(tmp_path / "parted"), True, 5):
         assert all(map(torch.equal, found, expected[0]))
-    for error in two.fail(dealt_out, str(tmp_path / "refused"), False, 2).values():
+    for error in two.fail(dealt_out, kind, str(tmp_path / "refused"), False, 2).values():
         assert isinstance(error, UsageError)
         assert "also={'optimizer': optimizer}" in str(error)

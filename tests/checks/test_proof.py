@@ -15,7 +15,7 @@ from torch import nn
 import slipstream
 from slipstream.errors import ProofError, UsageError
 from tests.checks.seeded import FAULTS, Made, Outcome, is_found, seeded
-from tests.harness.models import Dealt
+from tests.harness.models import Dealt, Sliced
 from tests.harness.ranks import RankFailure
 from tests.parallel.models import CASES
 from tests.parallel.session_tasks import strategy as parallel_strategy
@@ -314,17 +314,18 @@ def test_no_false_alarm(three, strategy):
     assert three.run(trains_well, STRATEGIES[strategy], updates) == [updates // accumulate] * 3
 
 
-def deals_its_work_out() -> int:
+def deals_its_work_out(kind: type[Dealt | Sliced]) -> int:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3))
     strategy = {"checks": {"every": 2}}
-    with slipstream.accelerate(model, Dealt(model.parameters()), strategy=strategy) as session:
+    with slipstream.accelerate(model, kind(model.parameters()), strategy=strategy) as session:
         updates(session, 0, 4)
         return int(session.updates)
 
 
-def test_an_optimizer_that_deals_its_work_out_raises_no_alarm(three):
-    assert three.run(deals_its_work_out) == [4, 4, 4]
+@pytest.mark.parametrize("kind", [Dealt, Sliced])
+def test_an_optimizer_that_deals_its_work_out_raises_no_alarm(three, kind):
+    assert three.run(deals_its_work_out, kind) == [4, 4, 4]
 
 
 class Unsteady(torch.autograd.Function):

@@ -258,6 +258,29 @@ class Dealt(torch.optim.Optimizer):
                 dist.broadcast(p.detach(), owner)
 
 
+class Sliced(torch.optim.Optimizer):
+    """Heavy ball whose work is dealt out by rows: each rank keeps the momentum of its own, as the
+    optimizers of nanochat do. States have the same names on all ranks, and other values."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                apart = p.dim() > 0 and len(p) % ranks == 0
+                rows, grads = (p.chunk(ranks), p.grad.chunk(ranks)) if apart else ([p], [p.grad])
+                own = rank if apart else 0
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(rows[own]))
+                rows[own].sub_(momentum.mul_(0.9).add_(grads[own]), alpha=group["lr"])
+                for owner, part in enumerate(rows if apart else ()):
+                    dist.broadcast(part, owner)
+
+
 UNUSED = {"find_unused_parameters": True}
 
 MODELS = {

@@ -97,6 +97,25 @@ def test_an_optimizer_that_exchanges_inside_its_step_is_refused(two: Ranks) -> N
         assert "Dealt.step() exchanges with other ranks" in str(error)
 
 
+def a_second_deals_its_work_out() -> None:
+    """As Muon beside Adam in modded-nanogpt."""
+    model = build()
+    head = [*model.parameters()][-1]
+    other = Dealt(p for p in model.parameters() if p is not head)
+    with slipstream.accelerate(
+        model, SGD([head], lr=0.1), None, {"local": {"steps": 4}}
+    ) as session:
+        session.backward(loss_of(model, session.rank, 1))
+        other.step()
+        session.step()
+
+
+def test_a_second_optimizer_that_exchanges_inside_its_step_is_refused(two: Ranks) -> None:
+    for error in two.fail(a_second_deals_its_work_out).values():
+        assert isinstance(error, ModelError)
+        assert "Dealt.step() exchanges with other ranks" in str(error)
+
+
 def looking(on: tuple[int, ...]) -> tuple[int, int, Tensor]:
     """Some ranks look at gradients of their own before each update, as for adversarial examples."""
     model = build()

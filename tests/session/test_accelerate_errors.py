@@ -340,6 +340,15 @@ def dealt() -> None:
     accelerate_and_close(model, optimizer)
 
 
+def sliced() -> None:
+    """An optimizer of which each rank keeps rows of each momentum, as that of nanochat."""
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    weight = next(model.parameters())
+    optimizer.state[weight] = {"momentum_buffer": torch.full_like(weight[:1], dist.get_rank())}
+    accelerate_and_close(model, optimizer)
+
+
 def own_loader(given: bool) -> None:
     model = small()
     slipstream.accelerate(model, sgd(model), [torch.ones(1, 4)] if given else None).close()
@@ -425,6 +434,7 @@ def test_what_one_rank_does_differently_is_an_error_on_all(two: Ranks, name: str
 
 def test_optimizers_that_ranks_may_have_are_taken(two: Ranks) -> None:
     two.run(dealt)
+    two.run(sliced)
     two.run(resumed, True)
 
 

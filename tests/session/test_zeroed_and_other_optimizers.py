@@ -23,6 +23,7 @@ from torch.optim import SGD
 import slipstream
 from slipstream.errors import ModelError, NonFiniteError, UsageError
 from slipstream.pytree import tensors
+from slipstream.session.by_hand import IN_A_ROW
 from tests.harness.ranks import Ranks
 from tests.session.test_habits import batches, loss_of, model_of, opened, plain
 
@@ -905,3 +906,80 @@ def test_a_state_of_another_model_is_refused() -> None:
     _, _, session = opened({})
     with session, pytest.raises(ModelError, match=r"Missing key.*0\.weight"):
         session.restore({"model": {}})
+
+
+def updated_by_hand(strategy: dict[str, Any] | None, updates: int) -> list[torch.Tensor]:
+    """As the first loop of torch's word_language_model, which has no optimizer."""
+    model = model_of()
+    unused = SGD(model.parameters(), lr=0.1)
+    session = None if strategy is None else slipstream.accelerate(model, unused, strategy=strategy)
+    for batch in batches(updates):
+        model.zero_grad()
+        if session is None:
+            torch.stack([loss_of(model, x) for x in batch]).mean().backward()
+        else:
+            session.backward(loss_of(model, batch[session.rank]))
+        for p in model.parameters():
+            assert p.grad is not None
+            p.data.add_(p.grad, alpha=-0.1)
+    if session is not None:
+        assert "or the script zeroed them" in " ".join(session.report().split())
+        session.close()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"gradients": {"codec": {"kind": "topk", "chunk": 8, "keep": 4}}},
+        {"gradients": {"codec": {"kind": "dgc", "density": 1.0, "warmup_steps": 0}}},
+        {"local": {"steps": 4}},
+    ],
+    ids=["topk", "dgc", "local"],
+)
+def test_updates_by_hand_are_refused_where_they_go_wrong(two: Ranks, strategy: Any) -> None:
+    """They count as skipped: codecs forget what they owe, and meetings undo them."""
+    for error in two.fail(updated_by_hand, strategy, IN_A_ROW + 2).values():
+        assert isinstance(error, UsageError)
+        assert "updates by hand" in str(error)
+        assert "Call session.step()" in str(error)
+
+
+def updated_by_hand_with_a_warning(updates: int) -> tuple[list[torch.Tensor], list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = updated_by_hand({}, updates)
+    return found, [str(one.message) for one in caught if one.filename == __file__]
+
+
+def test_updates_by_hand_are_warned_of_where_they_are_right(two: Ranks) -> None:
+    expected = updated_by_hand(None, IN_A_ROW + 5)
+    for found, said in two.run(updated_by_hand_with_a_warning, IN_A_ROW + 5):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        assert sum("updates by hand" in text for text in said) == 1
+
+
+def moved_and_back(moves: int) -> int:
+    """As sharpness-aware minimisation of several steps: weights move before each update."""
+    model = model_of()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    strategy = {"gradients": {"codec": {"kind": "topk", "chunk": 8, "keep": 4}}}
+    with slipstream.accelerate(model, optimizer, strategy=strategy) as session:
+        for batch in batches(IN_A_ROW):
+            before = [p.detach().clone() for p in model.parameters()]
+            for _ in range(moves):
+                session.backward(loss_of(model, batch[session.rank]))
+                for p in model.parameters():
+                    assert p.grad is not None
+                    p.data.add_(p.grad, alpha=0.01)
+                optimizer.zero_grad()
+            session.backward(loss_of(model, batch[session.rank]))
+            for p, values in zip(model.parameters(), before, strict=True):
+                p.data.copy_(values)
+            session.step()
+        return int(session.updates)
+
+
+def test_weights_that_move_before_an_update_are_no_update_by_hand(two: Ranks) -> None:
+    assert two.run(moved_and_back, 3) == [IN_A_ROW, IN_A_ROW]

@@ -78,6 +78,7 @@ class Training:
             self.session.restore(state)
         self.windows = iter(TURN[kept] * 2)
         self.number = 0
+        self.other: Optimizer | None = None
 
     def loss(self) -> torch.Tensor:
         """Of the next batch of this rank."""
@@ -134,6 +135,26 @@ def test_zeros_that_a_script_leaves_are_no_hindrance_to_a_change(two: Ranks, kep
     pairs = (two.run(trained, one, kept, AdamW, KEPT, zeroes_in_place) for one in (AUTO, flat))
     for (found, *_), (expected, *_) in zip(*pairs, strict=True):
         torch.testing.assert_close(found["model"], expected["model"])
+
+
+def steps_a_second_one_behind_it(training: Training) -> None:
+    """A loop over several optimizers, of which `accelerate()` has got the first."""
+    if training.other is None:
+        bias = training.optimizer.param_groups[0]["params"].pop()
+        training.other = SGD([bias], lr=1e-2)
+    training.session.backward(training.loss())
+    for optimizer in (training.optimizer, training.other):
+        optimizer.step()
+    training.model.zero_grad()
+
+
+def test_a_second_optimizer_behind_the_first_hinders_a_change(two: Ranks) -> None:
+    """It has no whole gradients there, and would end the run."""
+    for *_, cut, report in two.run(
+        trained, AUTO, "sharded", AdamW, KEPT, steps_a_second_one_behind_it
+    ):
+        assert not cut
+        assert "looks at gradients" in " ".join(report.split())
 
 
 OPTIMIZERS = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, RMSprop, Adagrad, Adadelta, ASGD, Rprop)

@@ -9,10 +9,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from slipstream.checks.digest import digest
 from slipstream.data import randomness
 from slipstream.data.prefetch.samplers import samplers_of
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import UsageError
+from slipstream.optim.dealt_state import may_be_part
 from slipstream.parallel.dims import mesh_of
 from slipstream.session.session import Session
 from slipstream.transport.consistency import any_of, broadcast_from_first
@@ -52,8 +54,8 @@ def check_places(session: AnySession, also: Mapping[str, KeepsState]) -> None:
 def collected(
     session: AnySession, also: Mapping[str, KeepsState]
 ) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """The state of this rank, and the names of what its optimizer keeps, by parameter, where rank 0
-    saves that for all. A collective.
+    """The state of this rank, and what its optimizer keeps by parameter, where that of rank 0 is
+    saved for all. A collective.
 
     Args:
         session: between two updates.
@@ -75,10 +77,26 @@ def collected(
     kept: dict[str, list[str]] = {}
     if state["optimizer"]["ranks"] == 1:  # the first rank has the same
         states = state["optimizer"]["optimizer"].get("state", {})
-        kept = {str(n): sorted(map(str, s)) for n, s in states.items() if isinstance(s, dict)}
+        kept = _kept(session.optimizer, states)
         if session.rank:
             del state["optimizer"]
     return state, kept
+
+
+def _kept(optimizer: torch.optim.Optimizer, states: Mapping[Any, Any]) -> dict[str, list[str]]:
+    """Name what is kept by parameter, with digests of what each rank may have a part of."""
+    held = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+
+    def shown(number: Any, key: object, value: object) -> str:
+        if number not in held or type(value) is not torch.Tensor:
+            return str(key)
+        return f"{key} {digest([value])}" if may_be_part(value, held[number]) else str(key)
+
+    return {
+        str(number): sorted(shown(number, *entry) for entry in state.items())
+        for number, state in states.items()
+        if isinstance(state, dict)
+    }
 
 
 def check_alike(
@@ -104,8 +122,8 @@ def check_alike(
     if any_of(kept != first, group):
         name = type(session.optimizer).__name__
         raise UsageError(
-            f"{name} keeps states of other parameters on some ranks than on rank 0, as one "
-            "that deals its work out to ranks does, and a checkpoint has those of rank 0; "
+            f"{name} keeps other states on some ranks than on rank 0, as one that "
+            "deals its work out to ranks does, and a checkpoint has those of rank 0; "
             "save those of each rank, too: Checkpoints(..., also={'optimizer': optimizer})"
         )
 

@@ -192,14 +192,14 @@ class LocalTraining:
                     "averages it; close() the session, thaw it, and accelerate() again"
                 )
 
-    def check_shared_step(self) -> None:
+    def check_shared_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer that has exchanged something inside its step.
 
         Raises:
             ModelError: ranks are to train on their own.
         """
         if self.in_use is not None:
-            name = type(self._optimizer).__name__
+            name = type(optimizer).__name__
             raise ModelError(
                 f"{name}.step() exchanges with other ranks, as one that deals its work out to them "
                 "does, but under local each rank must update all parameters by its own gradients: "
@@ -250,10 +250,21 @@ class LocalTraining:
         if longer == before or trial.over:
             self._trial = None
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Another optimizer of the script has stepped; it may hold parameters that meet."""
-        if self._optimizers.stepped(optimizer):
-            self._note()
+    def stepped(self, optimizer: torch.optim.Optimizer, *, exchanged: bool) -> None:
+        """Another optimizer of the script has stepped; it may hold parameters that meet.
+
+        Args:
+            optimizer: which one.
+            exchanged: whether ranks have exchanged something in its step.
+
+        Raises:
+            ModelError: as `check_shared_step`.
+        """
+        if not self._optimizers.stepped(optimizer):
+            return
+        if exchanged:
+            self.check_shared_step(optimizer)
+        self._note()
 
     @torch.no_grad()
     def send_ahead(self, worked: bool) -> None:

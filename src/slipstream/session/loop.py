@@ -27,6 +27,7 @@ from slipstream.parallel.whole_model import WholeModel
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session import messages
 from slipstream.session.accumulation import AccumulationWindow
+from slipstream.session.by_hand import UpdatesByHand
 from slipstream.session.exchanging import GradientExchange
 from slipstream.session.given import Given
 from slipstream.session.members import Members
@@ -94,6 +95,7 @@ class TrainingLoop:
         self._in_no_sync = 0  # of the backward passes
         self._parameters = tuple(self.model.parameters())
         self._zeroing = Zeroing(self.model, self.optimizer)
+        self._by_script = UpdatesByHand(self._parameters)
         # weak: the hooks call back, and a circle would keep the groups of a session that is over
         self._hooks: Callable[[], StepHooks | None] = lambda: None
         self._compared = False  # the first batches of ranks that share the model
@@ -110,6 +112,7 @@ class TrainingLoop:
         self._other_skips: bool | None = None  # another optimizer, this update; None: made no step
         self._broken_off = False  # an update has begun and not ended
         self._collectives = 0  # when a step began
+        self._collectives_before: int | None = None  # that of another optimizer; None: none began
         self._meetings_due: list[bool] = []  # of ended updates: whether this rank has changed
 
     @property
@@ -273,6 +276,8 @@ class TrainingLoop:
             raise
         self.whole.note_gradients()
         self._backward_done, self._exchanged = True, exchange
+        if exchange and not self.sharding.is_sharded:  # else gradients have no values to use
+            self._by_script.note()
         # what no_sync() has gathered may be thrown away
         self._zeroing.note(in_window=not exchange and not self._local_only)
         self.backwards += 1
@@ -378,12 +383,28 @@ class TrainingLoop:
                 self._forget_look()
             else:
                 self._nonfinite.drop()
+                if self._other_skips is None:
+                    self._check_by_hand()
                 self._end_update(self._other_skips, late=True)
         if not in_forward:
             self._meet()
         elif self.local is not None and self._meetings_due and not self.local.evaluates:
             with torch.inference_mode(False):  # as in `_meet`
                 self.local.send_ahead(self._meetings_due[0])
+
+    def _check_by_hand(self) -> None:
+        """Say, once, that the script updates parameters by itself.
+
+        Raises:
+            UsageError: where gradients, or what becomes of parameters, would be wrong.
+        """
+        if not self._by_script.found:
+            return
+        error = messages.updated_by_hand()
+        owes = self._owes and self.dims.control is not None
+        if owes or self.momentum_correction.momenta or self.local is not None:
+            raise error
+        warnings.warn(str(error), stacklevel=6)
 
     def _forget_look(self) -> None:
         """Forget gradients that this rank has gathered alone and thrown away, for an adversarial
@@ -491,6 +512,7 @@ class TrainingLoop:
         worked = skip is False and self.window.contributions > 0
         if skip is False:
             self.steps += 1
+            self._by_script.stepped()
         else:
             self.skipped += 1
         self.progress.reached(self.steps)
@@ -546,7 +568,7 @@ class TrainingLoop:
 
     def _step_ends(self) -> None:
         if self.local is not None and self._collectives != collectives_so_far():
-            self.local.check_shared_step()
+            self.local.check_shared_step(self.optimizer)
         skip, self._by_hand = self._by_hand, None
         if skip is None:
             if self._by_own:
@@ -560,6 +582,7 @@ class TrainingLoop:
         """Count an update with gradients of the script's own, which no backward pass has made."""
         self._by_own = False
         self.steps += 1
+        self._by_script.stepped()
         self.progress.reached(self.steps)
         with self._gradients_kept():
             self.engine.updated(self.steps)
@@ -582,6 +605,7 @@ class TrainingLoop:
         averaged gradients are there. Where the update is skipped, it leaves them alone, too. The
         one that this optimizer is around (SAM calls it `base_optimizer`) steps inside of its step
         alone, unless that is no step of an ``Optimizer``, of which nobody would be told."""
+        self._collectives_before = None if self.local is None else collectives_so_far()
         if self._updating:
             return
         hooked = isinstance(self.optimizer, torch.optim.Optimizer)
@@ -590,6 +614,8 @@ class TrainingLoop:
             raise messages.inner_step(self.optimizer, name)
         trained = {*self._parameters}
         shared = [p for g in optimizer.param_groups for p in g["params"] if p in trained]
+        if shared:  # by whole averages, which it could not have under `sharded`
+            self.sharding.watch.notice()
         if not self._dropped.isdisjoint(shared):
             raise messages.other_step_late(optimizer)
         if self._used:
@@ -613,7 +639,9 @@ class TrainingLoop:
 
     def _other_ends(self, optimizer: torch.optim.Optimizer) -> None:
         if self.local is not None:
-            self.local.stepped(optimizer)
+            before, self._collectives_before = self._collectives_before, None
+            exchanged = before not in (None, collectives_so_far())
+            self.local.stepped(optimizer, exchanged=exchanged)
 
     # What is refused.
 

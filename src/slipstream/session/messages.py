@@ -56,6 +56,18 @@ def step_without_backward() -> UsageError:
     )
 
 
+def updated_by_hand() -> UsageError:
+    """The script makes the updates itself, of which nothing tells the session."""
+    return UsageError(
+        "parameters change between backward() and the zeroing of gradients, and no optimizer has "
+        "made a step: updates by hand, as p.data.add_(p.grad, alpha=-lr), or by a class that is no "
+        "torch.optim.Optimizer. This session takes them for skipped ones: session.updates stays "
+        "at 0, checks and checkpoints wait for an update, codecs forget what they owe, meetings "
+        "of local undo them. Call session.step(), which calls optimizer.step(); "
+        "torch.optim.SGD(model.parameters(), lr=lr) makes the update of that line"
+    )
+
+
 def step_by_closure() -> UsageError:
     """An optimizer that computes gradients inside its step."""
     return UsageError(

@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -35,6 +35,7 @@ from slipstream.checks.sketch import AverageSamples, divided_again, wrong_averag
 from slipstream.errors import ProofError, UsageError
 from slipstream.gradients.compressed import CodecSample
 from slipstream.local.training import LocalTraining
+from slipstream.optim.dealt_state import may_be_part
 from slipstream.parallel.dims import gather_objects
 from slipstream.plain_copy import attach
 from slipstream.pytree import tensors
@@ -300,7 +301,7 @@ class Proof:
             }
             details = gather_objects(single, "the digests of single tensors", data)
             if what == _STATE:  # an optimizer may deal its work out to ranks, as Muon's do
-                kept = set.intersection(*map(set, details))
+                kept = set.intersection(*map(set, details)) - self._parts()
                 details = [{name: one[name] for name in one if name in kept} for one in details]
                 if all(one == details[0] for one in details):
                     continue
@@ -317,16 +318,21 @@ class Proof:
         return groups
 
     def _optimizer_state(self) -> Mapping[str, torch.Tensor]:
+        return {name: value for name, value, _ in self._named_state()}
+
+    def _parts(self) -> set[str]:
+        """Name the state of which each rank may have a part."""
+        return {name for name, value, p in self._named_state() if may_be_part(value, p)}
+
+    def _named_state(self) -> Iterator[tuple[str, torch.Tensor, nn.Parameter]]:
+        """Yield the tensors of the optimizer's state with their names and parameters."""
         names = {p: name for name, p in self._model.named_parameters()}
         held = [p for group in self._optimizer.param_groups for p in group["params"]]
-        return {
-            f"{key} of {names.get(p, f'parameter {number}')}": value
-            for number, p in enumerate(held)
-            for key, value in sorted(
-                self._optimizer.state.get(p, {}).items(), key=lambda i: str(i[0])
-            )
-            if isinstance(value, torch.Tensor)
-        }
+        for number, p in enumerate(held):
+            state = self._optimizer.state.get(p, {})
+            for key, value in sorted(state.items(), key=lambda item: str(item[0])):
+                if isinstance(value, torch.Tensor):
+                    yield f"{key} of {names.get(p, f'parameter {number}')}", value, p
 
     def _single_settings(self) -> dict[str, str]:
         return {

@@ -551,7 +551,8 @@ class Session(Generic[M, O]):
         """
         rows = self._handles.report_rows()
         if self.skipped:
-            rows.append(Row("skipped", f"{self.skipped} updates", "gradients were infinite or NaN"))
+            why = "gradients were infinite or NaN, or the script zeroed them"
+            rows.append(Row("skipped", f"{self.skipped} updates", why))
         return plain_text((overview if full else summary)(self.strategy, rows))
 
     def close(self) -> None:

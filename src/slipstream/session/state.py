@@ -18,6 +18,7 @@ from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import UsageError
 from slipstream.gradients.compressed import NamedState
 from slipstream.local.training import LocalTraining
+from slipstream.optim.dealt_state import in_common
 from slipstream.optim.shard_state import ShardState, is_part
 from slipstream.parallel.dims import gather_objects
 from slipstream.precision.model_precision import ModelPrecision
@@ -274,7 +275,8 @@ def agree_on_optimizer(given: Given) -> None:
     states = [own.get(p, {}) for p in held]
     kept = [sorted(map(str, state)) if isinstance(state, Mapping) else [] for state in states]
     # shares of a session that has failed differ, and are looked at when the next one takes them
-    state = "shares" if isinstance(own, ShardState) else str(_digest(states)) if any(kept) else ""
+    alike = [in_common(state, p) for state, p in zip(states, held, strict=True)]
+    state = "shares" if isinstance(own, ShardState) else str(_digest(alike)) if any(kept) else ""
     rows = gather_objects((found, kept, state), "the comparison of the optimizers", control)
     if "shares" not in (of_rank for *_, of_rank in rows):
         if all(names == kept for _, names, _ in rows):
