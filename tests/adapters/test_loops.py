@@ -429,6 +429,44 @@ def test_trainer_ends_with_the_best_model_under_local(
     assert two.run(best, tmp_path / "saved", epochs) == [True, True]
 
 
+class ScheduleFree(torch.optim.SGD):
+    """As the schedule-free optimizers: evaluates at another point than it trains at."""
+
+    def eval(self) -> None:
+        self._to(mode=False, weight=-0.5)
+
+    def train(self) -> None:
+        self._to(mode=True, weight=1 / 3)
+
+    @torch.no_grad()
+    def _to(self, *, mode: bool, weight: float) -> None:
+        for group in self.param_groups:
+            if group.setdefault("train_mode", True) != mode:
+                group["train_mode"] = mode
+                for p in group["params"]:
+                    p.lerp_(self.state[p].setdefault("z", torch.ones_like(p)), weight)
+
+
+def evaluated(strategy: dict[str, Any] | None, **named: Any) -> Noted:
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return ScheduleFree(model.parameters(), lr=0.01)
+
+    return trainer(strategy, optimizer=optimizer, **named)
+
+
+def moved_by_evaluation(strategy: dict[str, Any] | None) -> float:
+    """How far evaluations move the losses and norms by a schedule-free optimizer."""
+    often = {"eval_strategy": "steps", "eval_steps": 3}
+    one, other = evaluated(strategy, **often), evaluated(strategy)
+    pairs = [*zip(one, other, strict=True)][: -len(PARAMETERS)]  # one ends with an evaluation
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("strategy", [None, {}, {"local": {"steps": 5}}], ids=str)
+def test_evaluations_move_nothing_of_a_schedule_free_optimizer(two: Ranks, strategy: Any) -> None:
+    assert max(two.run(moved_by_evaluation, strategy)) < 1e-5
+
+
 def trained_state() -> tuple[bool, bool]:
     """Whether Accelerate's state dict has the outer parameters, of the start, as the model has not;
     and whether it has the model's own again afterwards."""
