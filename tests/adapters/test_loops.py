@@ -25,6 +25,8 @@ from torch.distributed.fsdp import fully_shard
 
 from slipstream.errors import ModelError, UsageError
 from slipstream.trace import read
+from tests.adapters.habits import trainer_script
+from tests.adapters.habits.habit import Given
 from tests.adapters.loops import (
     LOOPS,
     UPDATES,
@@ -465,6 +467,40 @@ def moved_by_evaluation(strategy: dict[str, Any] | None) -> float:
 @pytest.mark.parametrize("strategy", [None, {}, {"local": {"steps": 5}}], ids=str)
 def test_evaluations_move_nothing_of_a_schedule_free_optimizer(two: Ranks, strategy: Any) -> None:
     assert max(two.run(moved_by_evaluation, strategy)) < 1e-5
+
+
+class Averages:
+    """Evaluates an average of its own, here ones."""
+
+    def evaluate(self, *arguments: Any, **named: Any) -> Any:
+        own = [p.detach().clone() for p in self.model.parameters()]  # type: ignore[attr-defined]
+        for p in self.model.parameters():  # type: ignore[attr-defined]
+            p.data.fill_(1.0)
+        found = super().evaluate(*arguments, **named)  # type: ignore[misc]
+        self.save_model(f"{self.args.output_dir}/mine")  # type: ignore[attr-defined]
+        for p, value in zip(self.model.parameters(), own, strict=True):  # type: ignore[attr-defined]
+            p.data.copy_(value)
+        return found
+
+
+def average_evaluated(strategy: Any, folder: Path) -> tuple[list[float], Noted, Noted]:
+    """Losses of evaluations of one average, what it saved, and the trained parameters."""
+    named = {"eval_dataset": trainer_script.rows(16), "eval_strategy": "steps", "eval_steps": 3}
+    script = trainer_script.Script(Given(strategy, folder), mixin=Averages, **named).train()
+    losses = [e["eval_loss"] for e in script.t.state.log_history if "eval_loss" in e]
+    torch.distributed.barrier()
+    saved = load_file(folder / "mine/model.safetensors")
+    return losses, [saved[f"net.{name}"] for name in PARAMETERS], script.end()[-5:-1]
+
+
+@pytest.mark.parametrize("strategy", [{}, {"local": {"steps": 4}}], ids=str)
+def test_trainer_evaluates_and_saves_an_average_that_is_put_in(
+    two: Ranks, strategy: Any, tmp_path: Path
+) -> None:
+    for losses, saved, trained in two.run(average_evaluated, strategy, tmp_path):
+        assert len(losses) > 3
+        assert all(bool((value == 1.0).all()) for value in saved)
+        assert not all(bool((value == 1.0).all()) for value in trained)
 
 
 def trained_state() -> tuple[bool, bool]:
