@@ -246,6 +246,10 @@ def mistakes_with_accelerate() -> None:
     with pytest.raises(ModelError, match=r"prepare\(\) got several models"):
         accelerator.prepare(model_of_tests())
     accelerator.free_memory()
+    model = model_of_tests()
+    with pytest.raises(ModelError, match=r"does not step the Linear: freeze one .* not trained"):
+        accelerator.prepare(model, nn.Linear(2, 1), adamw(model))
+    accelerator.free_memory()
     for strategy, named, words in [
         (TWICE["accumulates"], {}, "set gradient_accumulation_steps"),
         (TWICE["casts"], {"mixed_precision": "bf16"}, "and mixed_precision 'bf16' of Accelerate"),
