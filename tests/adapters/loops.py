@@ -93,6 +93,7 @@ def trainer(
     resume: bool = False,
     times: int = 1,
     change: Callable[[nn.Module], object] = lambda model: None,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     **settings: Any,
 ) -> Noted:
     package = importlib.import_module("accelerate")
@@ -120,6 +121,9 @@ def trainer(
         use_cpu=True, report_to=[], disable_tqdm=True, **settings,
     )  # fmt: skip
     named = {"model": model, "args": arguments, "train_dataset": rows, "eval_dataset": rows}
+    if optimizer is not None:
+        made = optimizer(model)
+        named["optimizers"] = made, torch.optim.lr_scheduler.ConstantLR(made, 1.0)
     if strategy is None:
         made = transformers.Trainer(**named)
     else:

@@ -24,6 +24,7 @@ IN_SUITE = {
         "objects of the script in a checkpoint",
         "save_state, load_state and skip_first_batches in mid-epoch",
         "find_executable_batch_size",
+        "two models with one optimizer, accumulated, clipped, saved and loaded",
     ),
     "Trainer": (
         "accumulate: the last window is partial",

@@ -25,6 +25,8 @@ from torch.distributed.fsdp import fully_shard
 
 from slipstream.errors import ModelError, UsageError
 from slipstream.trace import read
+from tests.adapters.habits import trainer_script
+from tests.adapters.habits.habit import Given
 from tests.adapters.loops import (
     LOOPS,
     UPDATES,
@@ -244,6 +246,10 @@ def mistakes_with_accelerate() -> None:
     with pytest.raises(ModelError, match=r"prepare\(\) got several models"):
         accelerator.prepare(model_of_tests())
     accelerator.free_memory()
+    model = model_of_tests()
+    with pytest.raises(ModelError, match=r"does not step the Linear: freeze one .* not trained"):
+        accelerator.prepare(model, nn.Linear(2, 1), adamw(model))
+    accelerator.free_memory()
     for strategy, named, words in [
         (TWICE["accumulates"], {}, "set gradient_accumulation_steps"),
         (TWICE["casts"], {"mixed_precision": "bf16"}, "and mixed_precision 'bf16' of Accelerate"),
@@ -427,6 +433,78 @@ def test_trainer_ends_with_the_best_model_under_local(
     two: Ranks, epochs: int, tmp_path: Path
 ) -> None:
     assert two.run(best, tmp_path / "saved", epochs) == [True, True]
+
+
+class ScheduleFree(torch.optim.SGD):
+    """As the schedule-free optimizers: evaluates at another point than it trains at."""
+
+    def eval(self) -> None:
+        self._to(mode=False, weight=-0.5)
+
+    def train(self) -> None:
+        self._to(mode=True, weight=1 / 3)
+
+    @torch.no_grad()
+    def _to(self, *, mode: bool, weight: float) -> None:
+        for group in self.param_groups:
+            if group.setdefault("train_mode", True) != mode:
+                group["train_mode"] = mode
+                for p in group["params"]:
+                    p.lerp_(self.state[p].setdefault("z", torch.ones_like(p)), weight)
+
+
+def evaluated(strategy: dict[str, Any] | None, **named: Any) -> Noted:
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return ScheduleFree(model.parameters(), lr=0.01)
+
+    return trainer(strategy, optimizer=optimizer, **named)
+
+
+def moved_by_evaluation(strategy: dict[str, Any] | None) -> float:
+    """How far evaluations move the losses and norms by a schedule-free optimizer."""
+    often = {"eval_strategy": "steps", "eval_steps": 3}
+    one, other = evaluated(strategy, **often), evaluated(strategy)
+    pairs = [*zip(one, other, strict=True)][: -len(PARAMETERS)]  # one ends with an evaluation
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("strategy", [None, {}, {"local": {"steps": 5}}], ids=str)
+def test_evaluations_move_nothing_of_a_schedule_free_optimizer(two: Ranks, strategy: Any) -> None:
+    assert max(two.run(moved_by_evaluation, strategy)) < 1e-5
+
+
+class Averages:
+    """Evaluates an average of its own, here ones."""
+
+    def evaluate(self, *arguments: Any, **named: Any) -> Any:
+        own = [p.detach().clone() for p in self.model.parameters()]  # type: ignore[attr-defined]
+        for p in self.model.parameters():  # type: ignore[attr-defined]
+            p.data.fill_(1.0)
+        found = super().evaluate(*arguments, **named)  # type: ignore[misc]
+        self.save_model(f"{self.args.output_dir}/mine")  # type: ignore[attr-defined]
+        for p, value in zip(self.model.parameters(), own, strict=True):  # type: ignore[attr-defined]
+            p.data.copy_(value)
+        return found
+
+
+def average_evaluated(strategy: Any, folder: Path) -> tuple[list[float], Noted, Noted]:
+    """Losses of evaluations of one average, what it saved, and the trained parameters."""
+    named = {"eval_dataset": trainer_script.rows(16), "eval_strategy": "steps", "eval_steps": 3}
+    script = trainer_script.Script(Given(strategy, folder), mixin=Averages, **named).train()
+    losses = [e["eval_loss"] for e in script.t.state.log_history if "eval_loss" in e]
+    torch.distributed.barrier()
+    saved = load_file(folder / "mine/model.safetensors")
+    return losses, [saved[f"net.{name}"] for name in PARAMETERS], script.end()[-5:-1]
+
+
+@pytest.mark.parametrize("strategy", [{}, {"local": {"steps": 4}}], ids=str)
+def test_trainer_evaluates_and_saves_an_average_that_is_put_in(
+    two: Ranks, strategy: Any, tmp_path: Path
+) -> None:
+    for losses, saved, trained in two.run(average_evaluated, strategy, tmp_path):
+        assert len(losses) > 3
+        assert all(bool((value == 1.0).all()) for value in saved)
+        assert not all(bool((value == 1.0).all()) for value in trained)
 
 
 def trained_state() -> tuple[bool, bool]:

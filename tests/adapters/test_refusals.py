@@ -56,11 +56,16 @@ SCALED: dict[str, Any] = {"framework": "Accelerate", "accumulation": "of it", "s
             {"precision": None, "scaler": None, "compiled_copy": "use_regional_compilation"},
             "precision in the strategy and use_regional_compilation of Accelerate",
         ),
+        (
+            {"precision": {"kind": "autocast", "dtype": "bf16"}},
+            {"precision": None, "scaler": None},
+            "several models, .* let Accelerate choose the precision: mixed_precision='bf16'",
+        ),
     ],
-    ids=["a scaler and shards", "a compiled copy"],
+    ids=["a scaler and shards", "a compiled copy", "several models"],
 )
 def test_what_would_go_wrong_later_is_refused(strategy: Any, named: Any, words: str) -> None:
-    model = nn.Linear(2, 1)
+    model = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
     with pytest.raises(UsageError, match=words):
         open_session(model, torch.optim.SGD(model.parameters()), strategy, **SCALED | named)
 

@@ -573,6 +573,46 @@ def test_weights_merged_in_evaluating_are_unmerged_there(inside: bool) -> None:
         assert torch.equal(weight, before)
 
 
+class Swapping(SGD):
+    """Has other parameters in ``eval()`` than in ``train()``, as schedule-free optimizers do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.param_groups[0]["train_mode"] = True
+
+    def eval(self) -> None:
+        self._to(mode=False, factor=0.5)
+
+    def train(self) -> None:
+        self._to(mode=True, factor=2.0)
+
+    @torch.no_grad()
+    def _to(self, *, mode: bool, factor: float) -> None:
+        if self.param_groups[0]["train_mode"] != mode:
+            self.param_groups[0]["train_mode"] = mode
+            for parameter in self.param_groups[0]["params"]:
+                parameter.mul_(factor)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_optimizer_changes_its_mode_before_evaluating(inside: bool) -> None:
+    model = build()
+    optimizer = Swapping(model.parameters())
+    with slipstream.accelerate(model, optimizer, None, {"local": {"steps": 4}}) as session:
+        session.backward(loss_of(model, 0, 1))
+        session.step()
+        before = flat(model.parameters())
+        if not inside:
+            optimizer.eval()
+        refused = pytest.raises(UsageError, match=r"Swapping\.eval\(\) .* before the with block")
+        with refused if inside else nullcontext(), session.evaluating():
+            optimizer.eval()
+        if not inside:
+            optimizer.train()
+        assert torch.equal(flat(model.parameters()), before)
+        optimizer.param_groups[0]["train_mode"] = True
+
+
 class Adapted(nn.Linear):
     """Merges its adapter into the frozen weight in ``eval()``, as loralib's layers do."""
 

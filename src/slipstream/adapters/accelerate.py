@@ -21,7 +21,7 @@ from accelerate.utils.dataclasses import (
 from torch import nn
 
 from slipstream.adapters.opening import SESSION_FILE, GivenStrategy, open_session, several
-from slipstream.errors import UsageError
+from slipstream.errors import ModelError, UsageError
 from slipstream.pytree import mapped
 from slipstream.session.session import Session
 
@@ -40,13 +40,14 @@ class Accelerator(accelerate.Accelerator):
         arguments: those of ``accelerate.Accelerator``.
 
     Attributes:
-        session: of the model; None before ``prepare()``.
+        session: of the model, or of a ``ModuleList`` of all that the optimizer steps; None before
+            ``prepare()``.
 
     Raises:
         UsageError: another kind of parallelism, a communication hook of
             DistributedDataParallel, gradients that Accelerate and the strategy both accumulate;
             Accelerate counts other processes than there are ranks.
-        ModelError: several models or optimizers.
+        ModelError: several optimizers, or a model that the optimizer does not step.
 
     Exactness: that of the strategy.
 
@@ -104,9 +105,9 @@ class Accelerator(accelerate.Accelerator):
     ) -> nn.Module:
         trains = not evaluation_mode and any(p.requires_grad for p in model.parameters())
         if trains and model not in self._to_train:
-            self._to_train.append(model)
-            if len(self._to_train) > 1:
+            if self.session is not None:
                 raise several("models", "prepare()", "accelerator.free_memory()")
+            self._to_train.append(model)
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         return prepared
 
@@ -262,12 +263,13 @@ class Accelerator(accelerate.Accelerator):
         return super().free_memory(*objects)
 
     def _open(self) -> None:
+        model = self._model_to_train()
         if self.ddp_handler is not None and not self.ddp_handler.broadcast_buffers:
-            _check_buffers(self._to_train[0])
+            _check_buffers(model)
         plugin = self.state.dynamo_plugin
         regional = plugin.backend != DynamoBackend.NO and plugin.use_regional_compilation
         session = self.session = open_session(
-            self._to_train[0],
+            model,
             self._to_step[0],
             self._strategy,
             framework="Accelerate",
@@ -284,6 +286,26 @@ class Accelerator(accelerate.Accelerator):
                 "save. On CPUs say so, Accelerator(cpu=True) or TrainingArguments(use_cpu=True); "
                 "under srun or mpirun set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
             )
+
+    def _model_to_train(self) -> nn.Module:
+        """Return the model, or a list of all, as one optimizer may step several, which the script
+        calls one by one: a UNet and its text encoder.
+
+        Raises:
+            ModelError: the optimizer does not step one of several.
+        """
+        if len(self._to_train) == 1:
+            return self._to_train[0]
+        stepped = {id(p) for group in self._to_step[0].param_groups for p in group["params"]}
+        for model in self._to_train:
+            if stepped.isdisjoint(map(id, model.parameters())):
+                raise ModelError(
+                    f"prepare() got several models, of which the optimizer does not step the "
+                    f"{type(model).__name__}: freeze one that is not trained, "
+                    "teacher.requires_grad_(False); for one with an optimizer of its own call "
+                    "slipstream.accelerate() in a loop of your own"
+                )
+        return nn.ModuleList(self._to_train)
 
     def _opened(self, call: str) -> Session[Any, Any]:
         if self.session is None:

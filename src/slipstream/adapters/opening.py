@@ -61,6 +61,11 @@ def open_session(
                 "copy of the model's outermost module, without it: leave one of them out, or let "
                 f"{framework} choose the precision"
             )
+        if wanted.precision is not None and isinstance(model, nn.ModuleList):
+            raise UsageError(
+                "precision in the strategy with several models, which the script calls one by one: "
+                f"leave it out, and let {framework} choose the precision: mixed_precision='bf16'"
+            )
     session = accelerate(model, optimizer, strategy=strategy)
     codec = None if scaler is None else precision
     own = {"gradients.accumulate": accumulation, "precision": precision, OWING_CODEC: codec}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +136,24 @@ class SessionTrainer(transformers.Trainer):
         prepare: Any = super()._prepare_for_training
         return prepare(*arguments, **named)
 
-    def _evaluating(self) -> AbstractContextManager[None]:
+    def _evaluate(self, *arguments: Any, **named: Any) -> Any:
+        """Let an ``evaluate()`` of a subclass put an average in, and take it out, inside."""
+        with self._evaluating():
+            evaluate: Any = super()._evaluate
+            return evaluate(*arguments, **named)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
         session = self.accelerator.session
-        return nullcontext() if session is None else session.evaluating()
+        if session is None:
+            yield
+            return
+        if session.strategy.local is not None:
+            # Trainer would do so inside: a schedule-free optimizer then changed the outer
+            # parameters, which are gone when its next train() changes this rank's back
+            self.optimizer.eval()
+        with session.evaluating():
+            yield
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Gather on all ranks, over which state of optimizer and codecs may lie; save on one."""

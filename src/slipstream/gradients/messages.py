@@ -25,9 +25,9 @@ def gradient_repeated(at: str, name: str, firings: int) -> ExchangeError:
     return ExchangeError(
         f"{at}: parameter {name} got a gradient more than {firings} time(s) in one backward, "
         "unlike in the first step, after its segment may have been sent; the model's graph changes "
-        "between steps (reentrant checkpointing of shared layers): use "
-        "checkpoint(use_reentrant=False) or set gradients.overlap: false, which is right for "
-        "every graph"
+        "between steps (reentrant checkpointing of shared layers; a loss whose backward computes "
+        "parts of the batch again, as GradCache): use checkpoint(use_reentrant=False) or set "
+        "gradients.overlap: false, which is right for every graph"
     )
 
 

@@ -61,6 +61,33 @@ def outer_view(
         )
 
 
+@contextmanager
+def modes_kept(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    """Refuse that an optimizer changes between the parameters of ``train()`` and ``eval()`` inside,
+    as schedule-free ones do: afterwards parameters are as before, and would be changed once more.
+
+    Raises:
+        UsageError: one is in another mode than before.
+    """
+    before = [(optimizer, _modes(optimizer)) for optimizer in optimizers]
+    yield
+    for optimizer, modes in before:
+        if _modes(optimizer) != modes:
+            name = type(optimizer).__name__
+            raise UsageError(
+                f"{name}.eval() or train() was called inside session.evaluating(), after which all "
+                "parameters are as before, and no longer those of its mode: call optimizer.eval() "
+                "before the with block, and train() after it"
+            )
+
+
+def _modes(optimizer: torch.optim.Optimizer) -> list[dict[str, bool]]:
+    if not all(callable(getattr(optimizer, verb, None)) for verb in ("eval", "train")):
+        return []
+    groups = optimizer.param_groups
+    return [{k: v for k, v in group.items() if isinstance(v, bool)} for group in groups]
+
+
 def _merged_out(
     model: nn.Module, frozen: Sequence[tuple[str, nn.Parameter]]
 ) -> AbstractContextManager[None]:

@@ -23,7 +23,7 @@ from slipstream.local.fragments import cut, sent_after
 from slipstream.local.inner_state import InnerOptimizers, average_state
 from slipstream.local.island import Island
 from slipstream.local.meeting import ALIKE, CLOSES, Flight, Meeting
-from slipstream.local.outer_view import outer_view
+from slipstream.local.outer_view import modes_kept, outer_view
 from slipstream.local.pace import Pace
 from slipstream.local.saved_state import check_settings, own_part
 from slipstream.local.shared_buffers import learned_buffers
@@ -447,7 +447,10 @@ class LocalTraining:
             return
         self._take_outer()
         trained = [t.parameter for t in self._trained]
-        with outer_view(self._model, self._meetings, trained, self._frozen):
+        with (
+            modes_kept([self._optimizer, *self._others]),
+            outer_view(self._model, self._meetings, trained, self._frozen),
+        ):
             self.evaluates = True
             try:
                 yield

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.adapters.habits.accelerate_script import Script, habit, hf, hooks_free, rows
 from tests.adapters.habits.habit import Given, Noted
-from tests.adapters.loops import adamw, model_of_tests
+from tests.adapters.loops import adamw, model_of_tests, parameters
 
 # Precision, compilation.
 
@@ -191,6 +191,35 @@ def two_models(given: Given) -> Noted:
         a.backward(mse_loss(first(x) + second(x), y))
         script.optimizer.step()
         script.optimizer.zero_grad()
+    return script.end()
+
+
+@habit("two models with one optimizer, accumulated, clipped, saved and loaded")
+def text_encoder(given: Given) -> Noted:
+    """As diffusers' examples train a UNet and its text encoder."""
+    script = Script(given)
+    a = script.accelerator(gradient_accumulation_steps=2, mixed_precision="bf16")
+    unet, encoder = hooks_free(), nn.Linear(8, 8)
+    optimizer = adamw(nn.ModuleList([unet, encoder]))
+    unet, encoder, script.optimizer, loader = a.prepare(
+        unet, encoder, optimizer, DataLoader(rows(), 4)
+    )
+    script.model = unet
+    for epoch in range(3):
+        for x, y in loader:
+            with a.accumulate(unet, encoder):
+                a.backward(mse_loss(unet(encoder(x)), y))
+                if a.sync_gradients:
+                    both = [*unet.parameters(), *encoder.parameters()]
+                    script.noted.append(torch.as_tensor(a.clip_grad_norm_(both, 1.0)))
+                script.optimizer.step()
+                script.optimizer.zero_grad()
+        if epoch == 0:
+            a.save_state(str(given.folder))
+            a.wait_for_everyone()
+        if epoch == 1:
+            a.load_state(str(given.folder))
+    script.noted += [*parameters(encoder), *a.get_state_dict(encoder).values()]
     return script.end()
 
 

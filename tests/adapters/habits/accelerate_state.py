@@ -35,6 +35,16 @@ def resumes_mid_epoch(given: Given) -> Noted:
     return resumes(Script(given).prepare(gradient_accumulation_steps=2), given, 4)
 
 
+@habit("save_state on the main process alone")
+def saves_alone(given: Given) -> Noted:
+    """As diffusers' examples do."""
+    script = Script(given).prepare().epochs(1)
+    if script.a.is_main_process:
+        script.a.save_state(str(script.folder / "state"))
+    script.a.wait_for_everyone()
+    return script.epochs(1).end()
+
+
 @habit("a checkpoint inside an accumulation window")
 def saves_inside(given: Given) -> Noted:
     return resumes(Script(given).prepare(gradient_accumulation_steps=2), given, 3)
