@@ -36,7 +36,7 @@ from slipstream.session.members import Members
 from slipstream.session.proof import Proof
 from slipstream.session.step_hooks import StepHooks, collectives_so_far
 from slipstream.session.tracing import Tracer
-from slipstream.session.zeroing import Zeroing, is_finite_or_none, is_zero
+from slipstream.session.zeroing import Zeroing, drop_shards, is_finite_or_none, is_zero
 from slipstream.strategy import keeps_state
 
 if TYPE_CHECKING:
@@ -318,6 +318,8 @@ class TrainingLoop:
         self._must_be_whole()
         if self._exchanged:  # averages; sums of this rank are its own to throw away
             self.settle(in_forward=True)
+        if self._used:
+            drop_shards(self._parameters)
         before, self._local_only = self._local_only, True
         self.engine.local_only(True)
         try:
