@@ -328,6 +328,31 @@ def test_an_optimizer_that_deals_its_work_out_raises_no_alarm(three, kind):
     assert three.run(deals_its_work_out, kind) == [4, 4, 4]
 
 
+def trains_in_turn() -> int:
+    """Generator and discriminator in one session: the graph of one is there before the other's
+    update, so that its batch norm has statistics of this rank."""
+    generator = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6))
+    critic = nn.Linear(6, 1)
+    first, second = (torch.optim.SGD(m.parameters(), lr=0.01) for m in (critic, generator))
+    both = nn.ModuleList([generator, critic])
+    with slipstream.accelerate(both, first, strategy={"checks": {"every": 1}}) as session:
+        for step in range(4):
+            seed = torch.Generator().manual_seed(100 * step + session.rank)
+            made = generator(torch.randn(8, 6, generator=seed))
+            session.backward(critic(made.detach()).square().mean())
+            first.step()
+            both.zero_grad()
+            session.backward(critic(made).mean())
+            second.step()
+            both.zero_grad()
+        assert session.between_updates  # which counts the last one
+        return int(session.updates)
+
+
+def test_buffers_of_a_forward_that_waits_for_its_backward_raise_no_alarm(three):
+    assert three.run(trains_in_turn) == [8, 8, 8]
+
+
 class Unsteady(torch.autograd.Function):
     """A kernel whose results differ from call to call."""
 

@@ -5,6 +5,7 @@ Each is compared with one process on the joined batch, or refused.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
@@ -983,3 +984,55 @@ def moved_and_back(moves: int) -> int:
 
 def test_weights_that_move_before_an_update_are_no_update_by_hand(two: Ranks) -> None:
     assert two.run(moved_and_back, 3) == [IN_A_ROW, IN_A_ROW]
+
+
+# A loss of another session that runs through the model.
+
+
+def generators_loss(accumulate: int, how: str) -> tuple[list[str], list[torch.Tensor]]:
+    """A critic and its generator; ``how`` the critic is kept out of the generator's loss."""
+    critic, generator = model_of(), nn.Linear(5, 5).double()
+    strategy = {"gradients": {"accumulate": accumulate}}
+    of = [
+        slipstream.accelerate(m, SGD(m.parameters(), lr=0.1, momentum=0.9), None, strategy)
+        for m in (critic, generator)
+    ]
+    with warnings.catch_warnings(record=True) as seen, of[0], of[1]:
+        warnings.simplefilter("always")
+        for batch in batches():
+            x = batch[of[0].rank]
+            of[0].backward(loss_of(critic, x))
+            of[0].step()
+            critic.requires_grad_(how != "frozen")
+            with of[0].no_sync() if how != "frozen" else contextlib.nullcontext():
+                of[1].backward(loss_of(critic, generator(x)))
+            critic.requires_grad_(True)
+            of[1].step()
+            if how == "zeroed":
+                critic.zero_grad()
+    return [str(w.message) for w in seen], [p.detach() for p in critic.parameters()]
+
+
+@pytest.mark.parametrize("how", ["frozen", "zeroed"])
+def test_a_loss_of_another_session_may_run_through_a_model(two: Ranks, how: str) -> None:
+    accumulate = 2 if how == "frozen" else 1
+    windows = [[0, 1], [2, 3]] if how == "frozen" else [[0], [1], [2], [3]]
+    for said, found in two.run(generators_loss, accumulate, how):
+        assert said == []
+        torch.testing.assert_close(found, plain(windows), rtol=1e-12, atol=1e-12)
+
+
+def test_what_a_loss_of_another_session_leaves_is_told(two: Ranks) -> None:
+    """The update took it for its own, without a word."""
+    for said, _ in two.run(generators_loss, 1, "kept"):
+        assert len(said) == 1
+        assert "0.weight has gradients that the backward() of another session has left" in said[0]
+        assert "before its forward there: model.requires_grad_(False)" in said[0]
+
+
+def test_a_loss_of_another_session_adds_nothing_to_an_open_window() -> None:
+    with (
+        warnings.catch_warnings(action="ignore"),  # of what is dropped at the end
+        pytest.raises(UsageError, match=r"another session .* 0\.weight inside an accumulation win"),
+    ):
+        generators_loss(2, "kept")

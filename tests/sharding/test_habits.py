@@ -322,3 +322,30 @@ def clip_local_gradients() -> None:
 
 def test_sums_of_one_rank_are_not_clipped(two: Ranks) -> None:
     two.run(clip_local_gradients)
+
+
+def through_a_critic(transport: str) -> list[torch.Tensor]:
+    """As SAC and DDPG do: the critic's gradients of the actor's loss are zeroed before its own."""
+    torch.manual_seed(0)
+    critic, actor = nn.Linear(6, 1), nn.Linear(6, 6)
+    updates = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (critic, actor)]
+    kind = {"kind": transport}
+    with (
+        session_on(critic, updates[0], kind) as of_critic,
+        session_on(actor, updates[1], kind) as of_actor,
+    ):
+        for step in range(3):
+            x = batch(step, of_critic.rank)
+            updates[0].zero_grad()
+            of_critic.backward((critic(x) - 1).square().mean())
+            updates[0].step()
+            with of_critic.no_sync():
+                of_actor.backward(-critic(torch.tanh(actor(x))).mean())
+            of_actor.step()
+    return [p.detach() for p in (*critic.parameters(), *actor.parameters())]
+
+
+def test_a_loss_of_another_model_may_follow_a_step_by_hand(two: Ranks) -> None:
+    """torch said that memory of a single value cannot be added to."""
+    sharded, direct = (two.run(through_a_critic, kind) for kind in ("sharded", "direct"))
+    torch.testing.assert_close(sharded, direct)

@@ -43,6 +43,9 @@ class Buffers:
         self._left = [(b, _version(b)) for _, b in current() if b.nbytes]  # as last left here
         self.num_bytes = sum(b.nbytes for _, b in current())
         """Bytes that a broadcast of all buffers carries."""
+        self.alike = True
+        """Whether all are as the last broadcast has left them; else a forward has changed some
+        since, on each rank in its own way, and they travel with its backward."""
 
     def __bool__(self) -> bool:
         return self.num_bytes > 0
@@ -75,6 +78,7 @@ class Buffers:
             return
         sizes = [b.nbytes for b, _ in self._arrived]
         parts, changed = self._staged.split(sizes), self._changed(sizes)
+        self.alike = not any(changed)
         rows = zip(self._arrived, parts, changed, self._left, strict=True)
         for (buffer, version), part, differs, (former, before) in rows:
             uncounted = buffer is former and version == before
@@ -96,7 +100,7 @@ class Buffers:
 
     def forget(self) -> None:
         """The next forward has begun: the present values travel with its backward."""
-        self._arrived = []
+        self.alike, self._arrived = self.alike and not self._arrived, []
 
 
 def _version(buffer: torch.Tensor) -> int:

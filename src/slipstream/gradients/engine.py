@@ -379,6 +379,11 @@ class Engine(GradientEngine):
         self._layout, self._codecs = None, CodecStates()
 
     @property
+    def buffers_alike(self) -> bool:  # type: ignore[override]
+        """Whether buffers are those of the first rank, unchanged since."""
+        return self._buffers.alike
+
+    @property
     def failed(self) -> bool:
         """Whether an exchange was broken off, so that the ranks are out of step."""
         return self._failure is not None

@@ -45,6 +45,9 @@ class GradientEngine:
     ranks skip the update."""
     nonfinite: bool
     """Whether the last gradients were infinite or NaN on some rank, where that is looked for."""
+    buffers_alike = True
+    """Whether buffers are those of the first rank, and no forward of this rank has changed them
+    since."""
 
     # One update.
 

@@ -36,7 +36,10 @@ def gradient_outside(name: str) -> UsageError:
     return UsageError(
         f"parameter {name} got a gradient outside session.backward(), which would never be "
         "averaged over ranks; call session.backward(loss) instead of loss.backward(), or use "
-        "`with session.no_sync():` for gradients that stay local"
+        "`with session.no_sync():` for gradients that stay local; where the loss is that of "
+        "another session, as a GAN's generator, freeze this model before its forward there, "
+        "model.requires_grad_(False), or call that backward() inside this session's no_sync() and "
+        "zero these gradients behind it"
     )
 
 

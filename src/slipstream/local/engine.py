@@ -61,6 +61,11 @@ class LocalEngine(GradientEngine):
         """Whether the last gradients were not finite on some rank that they were averaged over."""
         return self._used.nonfinite
 
+    @property
+    def buffers_alike(self) -> bool:  # type: ignore[override]
+        """Whether buffers are those of the first rank, unchanged since."""
+        return self._used.buffers_alike
+
     def nonfinite_here(self) -> tuple[bool, str]:
         return self._used.nonfinite_here()
 

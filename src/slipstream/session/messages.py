@@ -43,7 +43,38 @@ def sums_zeroed(window: str) -> UsageError:
     return UsageError(
         f"the gradients were zeroed inside {window}, whose update would miss what they held; leave "
         "optimizer.zero_grad() out, session.step() does it after the update, or call it only where "
-        "session.step() has returned True"
+        "session.step() has returned True; where it is there for gradients of another model's "
+        "loss, freeze this model before its forward there: model.requires_grad_(False)"
+    )
+
+
+def others_in_window(name: str, window: str) -> UsageError:
+    """A loss of another session has added to the sums of an open window."""
+    return UsageError(
+        f"the backward() of another session has added gradients to {name} inside {window}, whose "
+        "update would take them for its own; freeze this model before its forward there, "
+        "model.requires_grad_(False), and thaw it behind that backward(); where both losses are "
+        "meant, train both models in one session: accelerate(nn.ModuleList([one, other]), ...)"
+    )
+
+
+def others_kept(name: str) -> str:
+    """A loss of another session has left gradients to which a backward pass adds."""
+    return (
+        f"{name} has gradients that the backward() of another session has left in no_sync(), and "
+        "this update will hold them, too. If they are not meant, as those of a generator's loss in "
+        "its discriminator, call optimizer.zero_grad() before this backward(), or freeze the model "
+        "before its forward there: model.requires_grad_(False)"
+    )
+
+
+def met_since_forward() -> UsageError:
+    """A graph was there before a meeting, as of a generator while its discriminator is updated."""
+    return UsageError(
+        "parameters were changed in place between the forward of this loss and its backward(), "
+        "most often by a meeting of ranks (local), which the update before it has ended with: "
+        "compute the forward after that update; or give models that train in turns a session "
+        "each, whose meetings leave the others alone"
     )
 
 

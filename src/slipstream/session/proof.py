@@ -43,6 +43,7 @@ from slipstream.session.exchanging import GradientExchange
 from slipstream.session.given import Given
 
 _STATE = "the optimizer's state"
+_BUFFERS = "buffers"
 _ONCE = {
     "use_reentrant": (
         "checks.replay beside torch.utils.checkpoint(use_reentrant=True), through which torch "
@@ -178,7 +179,7 @@ class Proof:
         """
         if self._dims.data is None or self._apart:
             return
-        alike = {what: named for what, named in self._alike().items() if what != "buffers"}
+        alike = {what: named for what, named in self._alike().items() if what != _BUFFERS}
         if apart := self._first_difference(alike, step):  # buffers are on their way
             raise ProofError(f"update {step + 1}: gradients are infinite or NaN, and {apart}")
 
@@ -291,9 +292,12 @@ class Proof:
         assert data is not None
         own: dict[str, Any] = {"the optimizer's settings": self._settings()}  # causes first
         own |= {what: digest(named().values()) for what, named in groups.items()}
+        if _BUFFERS in own and not self._engine.buffers_alike:
+            own[_BUFFERS] = None  # each rank has those of a forward of its own
         everyone = gather_objects(own, "the digests of all ranks", data)
         for what in own:
-            if len({digests[what] for digests in everyone}) == 1:
+            found = {digests[what] for digests in everyone}
+            if len(found) == 1 or (what == _BUFFERS and None in found):
                 continue
             named = groups.get(what, self._single_settings)()
             single = {
@@ -314,7 +318,7 @@ class Proof:
         if not self._sharding.is_sharded:
             groups[_STATE] = self._optimizer_state
         groups["parameters"] = lambda: dict(self._model.named_parameters())
-        groups["buffers"] = lambda: dict(self._model.named_buffers())
+        groups[_BUFFERS] = lambda: dict(self._model.named_buffers())
         return groups
 
     def _optimizer_state(self) -> Mapping[str, torch.Tensor]:

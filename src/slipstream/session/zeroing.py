@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -90,6 +90,14 @@ class Zeroing:
         in_window, self._in_window = self._in_window, False
         if in_window and self._left and self.done_since:
             raise messages.sums_zeroed(window)
+
+
+def drop_shards(parameters: Iterable[torch.Tensor]) -> None:
+    """Take away what an update has used and nobody has the whole of: torch would add the gradients
+    of a loss that is another model's to it, in memory of a single value."""
+    for parameter in parameters:
+        if isinstance(parameter.grad, ShardedGradient):
+            parameter.grad = None
 
 
 def is_finite_or_none(parameter: torch.Tensor) -> bool:
