@@ -32,7 +32,8 @@ IN_SUITE = {
         "out of memory in a window, then auto_find_batch_size",
         "enable_jit_checkpoint, asked for between two passes of an update",
     ),
-    "Fabric": ("mark_forward_method, mixed precision bf16",),
+    "Lightning": ("BackboneFinetuning",),
+    "Fabric": ("mark_forward_method, mixed precision bf16", "a closure given to AdamW.step()"),
 }
 """What an adapter does by itself; what a session does is tried in tests/conformance."""
 

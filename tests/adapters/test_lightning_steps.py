@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -121,3 +123,37 @@ def test_a_callback_validates_its_average_and_changes_no_training(
         assert all(torch.equal(a, b) for a, b in zip(values, plain, strict=True))
         assert seen
         assert all(seen)
+
+
+OF_THE_OTHER_PACKAGE = """
+import pytorch_lightning
+import torch
+from slipstream.adapters.lightning import SessionStrategy
+
+class Module(pytorch_lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, index):
+        assert self.trainer.strategy.session is not None
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+trainer = pytorch_lightning.Trainer(
+    strategy=SessionStrategy({}), accelerator="cpu", devices=1, max_epochs=1, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, gradient_clip_val=1.0,
+)
+trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(4, 2)))
+print(trainer.global_step, "updates")
+"""
+
+
+def test_a_script_of_pytorch_lightning_gets_a_strategy_of_that_package() -> None:
+    """Its Trainer takes none of ``lightning.pytorch``."""
+    alone = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-c", OF_THE_OTHER_PACKAGE]
+    ended = subprocess.run(command, env=alone, capture_output=True, text=True, check=False)
+    assert "4 updates" in ended.stdout, ended.stderr

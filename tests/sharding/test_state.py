@@ -212,6 +212,36 @@ def test_a_part_that_an_error_has_left_is_refused(two: Ranks) -> None:
     two.run(after_an_error)
 
 
+def broken_off_in_backward() -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    update = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    split = {"split": {"kind": "by_index", "last": [1, 3]}}
+    session = session_on(model, update, "sharded", gradients=split)
+    train(session, model)
+    loss = model(torch.ones(1, 16)).sum()
+
+    def fail(_: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    next(model.parameters()).register_hook(fail)  # the other layer is on its way
+    with pytest.raises(ZeroDivisionError):
+        session.backward(loss)
+    with pytest.raises(UsageError, match="after a backward\\(\\) that has failed") as caught:
+        session.checkpoint("optimizer")
+    found = [str(caught.value), *session.checkpoint("model")["model"]]
+    assert ("model" in session.checkpoint("model", "optimizer", sharded=True)) == (not session.rank)
+    session.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
+    return found
+
+
+def test_after_a_backward_that_has_failed_no_rank_waits_for_shares_of_others(two: Ranks) -> None:
+    """As a callback does that saves where training fails; it hung."""
+    for found in two.run(broken_off_in_backward, timeout=60):
+        assert "sharded=True" in found[0]
+        assert "0.weight" in found
+
+
 def as_docs_show(path: Path, transport: str, steps: int, resume: bool) -> str:
     """The checkpoint of docs/session.md."""
     model, update = dense()

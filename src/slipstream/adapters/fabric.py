@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities.types import Optimizable
 from torch import nn
 
 from slipstream.adapters.opening import (
@@ -115,6 +117,16 @@ class FabricStrategy(DDPStrategy):
         self.precision.pre_backward(tensor, module)
         session.backward(tensor if scaler is None else scaler.scale(tensor), **named)
         self.precision.post_backward(tensor, module)
+
+    def optimizer_step(self, optimizer: Optimizable, **named: Any) -> Any:
+        """Compute gradients by the closure, if there is one, then step: a session takes none."""
+        closure: Callable[[], Any] | None = named.pop("closure", None)
+        if closure is None:
+            return super().optimizer_step(optimizer, **named)
+        with torch.enable_grad():
+            loss = closure()
+        super().optimizer_step(optimizer, **named)
+        return loss
 
     def clip_gradients_norm(
         self,

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
+
+if TYPE_CHECKING or "lightning.pytorch" in sys.modules or "pytorch_lightning" not in sys.modules:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.plugins.precision import Precision
+    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
+else:  # the script's: a package of the same classes, whose Trainer takes no others
+    from pytorch_lightning import Callback, LightningModule, Trainer
+    from pytorch_lightning.plugins.precision import Precision
+    from pytorch_lightning.strategies import DDPStrategy
+    from pytorch_lightning.trainer.states import TrainerFn
 
 from slipstream.adapters.opening import (
     GivenStrategy,

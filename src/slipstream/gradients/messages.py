@@ -123,7 +123,8 @@ def unfrozen(names: Sequence[str]) -> UsageError:
     """Parameters require gradients now that were frozen at the start."""
     return UsageError(
         f"parameters frozen at accelerate() require gradients now: {abbreviated(names)}; close() "
-        "the session and accelerate() again after changing requires_grad"
+        "the session and accelerate() again after changing requires_grad (with a framework: "
+        "fit(), train(), prepare() or setup() once more)"
     )
 
 

@@ -190,6 +190,16 @@ def broken_off(update: int) -> UsageError:
     )
 
 
+def shares_out_of_step() -> UsageError:
+    """A checkpoint of what lies on all ranks, after an exception that broke off an exchange."""
+    return UsageError(
+        "checkpoint() after a backward() that has failed: under gradients.transport sharded its "
+        "parts lie on all ranks, which are out of step now, and are gathered no more; resume from "
+        "an earlier checkpoint, or let each rank save its own part: "
+        "session.checkpoint(sharded=True)"
+    )
+
+
 def never_updated(backwards: int) -> UsageError:
     """The session ends, and has trained nothing."""
     return UsageError(

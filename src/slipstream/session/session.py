@@ -24,6 +24,7 @@ from slipstream.local.model import of_one_rank
 from slipstream.local.open_training import OpenTraining
 from slipstream.parallel.dims import ParallelDims
 from slipstream.pytree import plain_numbers
+from slipstream.session import messages
 from slipstream.session.checkpoint import PARTS, Part, checked, joined
 from slipstream.session.handles import Handle, HandleStack
 from slipstream.session.loop import TrainingLoop
@@ -351,7 +352,8 @@ class Session(Generic[M, O]):
                 Every rank saves its own, and `restore` takes those of all ranks.
 
         Raises:
-            UsageError: no such part, or an accumulation window is open.
+            UsageError: no such part, an accumulation window is open, or shares of ranks would be
+                gathered after a backward pass that has failed.
             MismatchError: other ranks have called something else, where there is something to
                 gather; on every rank alike.
 
@@ -369,6 +371,9 @@ class Session(Generic[M, O]):
         wanted = checked(parts)
         if "session" in wanted:  # before the rest is gathered
             self._must_not_lose_gradients("checkpoint")
+        gathers = "optimizer" in wanted or self._loop.precision.masters is not None
+        if gathers and not sharded and self._loop.sharding.is_sharded and self._loop.engine.failed:
+            raise messages.shares_out_of_step()
         with self._loop.explaining():
             return self._gathered(wanted, sharded)
 

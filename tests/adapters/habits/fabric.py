@@ -186,6 +186,64 @@ def closure(given: Given) -> Noted:
     return script.end()
 
 
+@habit("a closure given to AdamW.step()")
+def closure_first(given: Given) -> Noted:
+    """As in Lightning's example "build your own trainer"."""
+    script = Script(given)
+    for batch in script.loader:
+
+        def compute(batch: Any = batch) -> torch.Tensor:
+            loss = script.loss(batch)
+            script.f.backward(loss)
+            return loss
+
+        script.noted.append(script.f.all_gather(script.optimizer.step(compute).detach()).mean())
+        script.optimizer.zero_grad()
+    return script.end()
+
+
+class Actor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.critic, self.actor = nn.Linear(8, 1), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.actor(x).softmax(-1), self.critic(x)
+
+    def training_step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        odds, value = self(x)
+        loss: torch.Tensor = mse_loss(value, y) - odds.log().mean()
+        return loss
+
+
+@habit("reinforcement: a pass without gradients, training_step, clipping, a rate by hand")
+def reinforcement(given: Given) -> Noted:
+    script = Script(given, Actor())
+    for epoch in range(2):
+        script.optimizer.param_groups[0]["lr"] = 0.03 / (epoch + 1)
+        with torch.no_grad():
+            for x, _ in script.loader:
+                script.noted.append(script.f.all_gather(script.model(x)[1].mean()).mean())
+        for batch in script.loader:
+            loss = script.model.training_step(*batch)
+            script.optimizer.zero_grad()
+            script.f.backward(loss)
+            script.f.clip_gradients(script.model, script.optimizer, max_norm=0.5)
+            script.optimizer.step()
+    return script.end()
+
+
+@habit("models after each other: folds")
+def folds(given: Given) -> Noted:
+    return [value for _ in range(3) for value in Script(given).epoch().end()]
+
+
+@habit("a compiled model")
+def compiled(given: Given) -> Noted:
+    return Script(given, torch.compile(model_of_tests(), backend="eager")).epoch().epoch().end()  # type: ignore[arg-type]
+
+
 @habit("two optimizers")
 def two_optimizers(given: Given) -> Noted:
     script = Script(given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -206,3 +207,169 @@ def resumes(given: Given) -> Noted:
 
     whole = trained(given, callbacks=[saves], enable_checkpointing=True)
     return [*whole, *trained(given, resume="epoch=0.ckpt")]
+
+
+def with_norm() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def saves_each(**named: Any) -> Callable[[Given], Any]:
+    return lambda given: called("ModelCheckpoint")(given.folder, save_top_k=-1, **named)
+
+
+def by_name(name: str, *arguments: Any, **named: Any) -> Callable[[Given], Any]:
+    return lambda _: called(name)(*arguments, **named)
+
+
+habit("averages of weights (SWA), with batch norm")(
+    plainly(
+        callbacks=[by_name("StochasticWeightAveraging", 0.01, 1)],
+        model=with_norm, max_epochs=3, limit_val_batches=0, gradient_clip_val=0.5,
+    )
+)  # fmt: skip
+habit("GradientAccumulationScheduler")(
+    plainly(callbacks=[by_name("GradientAccumulationScheduler", {0: 1, 1: 2, 2: 3})], max_epochs=3)
+)
+habit("ModelPruning")(
+    plainly(callbacks=[by_name("ModelPruning", "l1_unstructured", amount=0.3)], max_epochs=3)
+)
+habit("BackboneFinetuning")(
+    plainly(
+        callbacks=[by_name("BackboneFinetuning", unfreeze_backbone_at_epoch=1)],
+        methods={"backbone": property(lambda self: self.net[0])},
+        optimizers=lambda m: torch.optim.AdamW(m.net[2].parameters(), lr=0.03),
+    )
+)
+habit("thawed between two fits")(
+    plainly(
+        model=frozen_first,
+        after=lambda trainer: [
+            trainer.lightning_module.requires_grad_(True),
+            setattr(trainer.fit_loop, "max_epochs", 4),
+            trainer.fit(trainer.lightning_module, rows(), rows(16)),
+        ],
+    )
+)
+habit("models after each other: folds")(
+    lambda given: [value for fold in range(3) for value in trained(given, data=rows(32 + 8 * fold))]
+)
+habit("a compiled model")(plainly(model=lambda: torch.compile(without_norm(), backend="eager")))
+habit("accumulate: validation inside a window")(
+    plainly(accumulate_grad_batches=2, val_check_interval=3, num_sanity_val_steps=2)
+)
+
+
+@habit("an average of weights (EMAWeightAveraging), resumed")
+def average(given: Given) -> Noted:
+    mean = by_name("EMAWeightAveraging", decay=0.9)
+    saves = saves_each(filename="{epoch}")
+    whole = trained(given, callbacks=[mean, saves], enable_checkpointing=True)
+    return [*whole, *trained(given, callbacks=[mean], resume="epoch=0.ckpt")]
+
+
+@habit("LearningRateFinder")
+def finds_rate(given: Given) -> Noted:
+    return trained(
+        given,
+        callbacks=[by_name("LearningRateFinder", num_training_steps=20)],
+        optimizers=lambda m: torch.optim.SGD(m.parameters(), m.lr, momentum=0.9),
+        methods={"lr": 0.03},
+        data=rows(256),
+        default_root_dir=str(given.folder),
+    )
+
+
+@habit("saved every few steps, resumed inside an epoch")
+def resumes_inside(given: Given) -> Noted:
+    saves = saves_each(filename="{step}", every_n_train_steps=3)
+    whole = trained(given, callbacks=[saves], enable_checkpointing=True)
+    return [*whole, *trained(given, resume="step=3.ckpt")]
+
+
+@habit("OnExceptionCheckpoint, resumed")
+def saves_on_exception(given: Given) -> Noted:
+    class Keeps(called("OnExceptionCheckpoint")):  # type: ignore[misc]
+        def teardown(self, *_: Any, **__: Any) -> None:
+            """Leave the file, as a process that ends does."""
+
+    def ends(self: Any, batch: Any, index: int) -> None:
+        if self.trainer.global_step == 5:
+            raise ArithmeticError
+
+    def makes(given: Given) -> Any:
+        return Keeps(given.folder, "left")
+
+    methods = {"on_train_batch_start": ends}
+    with suppress(ArithmeticError):
+        trained(given, callbacks=[makes], enable_checkpointing=True, methods=methods)
+    torch.distributed.barrier()
+    return trained(given, resume="left.ckpt")
+
+
+@habit("test of the best checkpoint, and predict")
+def tests_best(given: Given) -> Noted:
+    found: Noted = []
+
+    def after(trainer: Any) -> None:
+        trainer.test(dataloaders=rows(16), verbose=False, ckpt_path="best")
+        found.append(trainer.callback_metrics["test"])
+        found.extend(trainer.predict(trainer.lightning_module, rows(16)))
+
+    def test_step(self: Any, batch: Any, index: int) -> None:
+        self.log("test", mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
+
+    methods = {"test_step": test_step, "predict_step": lambda self, batch, index: self(batch[0])}
+    saves = saves_each(monitor="loss", mode="max")
+    return [
+        *trained(given, callbacks=[saves], enable_checkpointing=True, methods=methods, after=after),
+        *found,
+    ]
+
+
+def clips_late(self: Any, optimizer: Any, **_: Any) -> None:
+    if self.current_epoch:
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+
+
+def steps_each_second(self: Any, epoch: int, index: int, optimizer: Any, closure: Any) -> None:
+    if index % 2:
+        optimizer.step(closure=closure)
+    else:
+        closure()
+
+
+habit("configure_gradient_clipping")(plainly(methods={"configure_gradient_clipping": clips_late}))
+habit("optimizer_step, which leaves updates out")(
+    plainly(methods={"optimizer_step": steps_each_second})
+)
+
+
+def by_hand(how: str) -> Callable[[Given], Noted]:
+    def step(self: Any, batch: Any, index: int) -> None:
+        optimizer, (x, y), last = self.optimizers(), batch, bool(index % 2)
+
+        def compute() -> torch.Tensor:
+            loss = mse_loss(self.net(x), y)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            return loss
+
+        if how == "closure":
+            optimizer.step(closure=compute)
+        elif how == "sum":
+            self.manual_backward(mse_loss(self.net(x), y) / 2)
+        else:
+            with optimizer.toggle_model(sync_grad=last):
+                self.manual_backward(mse_loss(self.net(x), y) / 2)
+        if how != "closure" and last:
+            self.clip_gradients(optimizer, gradient_clip_val=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return plainly(manual=True, methods={"training_step": step})
+
+
+habit("by hand: a closure")(by_hand("closure"))
+habit("by hand: gradients add up")(by_hand("sum"))
+habit("by hand: gradients add up in toggle_model(sync_grad=...)")(by_hand("toggle"))
