@@ -264,6 +264,13 @@ def test_a_mistake_is_explained_on_every_rank(two: Ranks, name: str) -> None:
         check_outcome(outcome, name, joined=True)
 
 
+def left_alone() -> nn.Module:
+    """A model whose head DDP would leave alone, as each rank has its own."""
+    model = small()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["1.weight"])
+    return model
+
+
 OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "DDP": (lambda: DistributedDataParallel(small()), r"module \(the model\) is .*ddp\.module"),
     "DDP inside": (
@@ -278,6 +285,7 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: FullyShardedDataParallel(small(), device_id=torch.device("cpu")),
         r"module \(the model\) is wrapped in FullyShardedDataParallel",
     ),
+    "DDP, but for the head": (left_alone, r"told to leave 1\.weight alone.*optimizer of its own"),
 }
 """Models that others have parallelised."""
 

@@ -61,6 +61,13 @@ def check_model(model: nn.Module) -> None:
                 f"module {path or '(the model)'} is wrapped in FullyShardedDataParallel, which "
                 "splits parameters and averages gradients itself; pass the plain module"
             )
+    if ignored := [*getattr(model, "_ddp_params_and_buffers_to_ignore", ())]:
+        raise ModelError(
+            f"DistributedDataParallel was told to leave {ignored[0]} alone, which a session would "
+            "average, and broadcast from the first rank; pass a module without what each rank has "
+            "for itself, as nn.ModuleList([body, head]), and step that by an optimizer of its own; "
+            "or del model._ddp_params_and_buffers_to_ignore"
+        )
     device = device_of(model)
     for name, p in model.named_parameters():
         if problem := _parameter_problem(p, device):
