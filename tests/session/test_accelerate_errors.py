@@ -22,6 +22,13 @@ from tests.session.training import accelerate_and_close, sgd
 Case = tuple[Callable[[], object], type[SlipstreamError], list[str]]
 
 
+def of_masters() -> None:
+    """Accelerate with the optimizer of fp32 copies that a script has made of its weights."""
+    model = small(dtype=torch.bfloat16)
+    copies = [p.detach().float().requires_grad_() for p in model.parameters()]
+    accelerate_and_close(model, torch.optim.SGD(copies))
+
+
 def small(*, width: int = 3, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Four gradients of 12 + 3, 3 + 1 elements."""
     return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 1)).to(dtype)
@@ -164,6 +171,7 @@ MODELS: dict[str, Case] = {
         ["no parameter that requires a gradient", "requires_grad=True"],
     ),
     "no parameters": (no_parameters, ModelError, ["not in the model"]),
+    "fp32 copies": (of_masters, ModelError, ["not in the model", "precision: half_weights"]),
     "meta device": (
         lambda: accelerate_and_close(small().to("meta")),
         ModelError,

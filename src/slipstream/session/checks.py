@@ -114,6 +114,8 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} (it has no {', '.join(missing)})"
         )
     in_model = {id(p) for p in model.parameters()}
+    narrow = any(p.is_floating_point() and p.itemsize == 2 for p in model.parameters())
+    masters = "; of fp32 copies of 16-bit weights set precision: half_weights, which makes them"
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in in_model:
@@ -123,6 +125,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                     "gradient would never be averaged; build the optimizer from "
                     "model.parameters() of the model that you pass, after all changes to it; of "
                     "several models pass nn.ModuleList([one, other])"
+                    f"{masters if narrow else ''}"
                 )
 
 
