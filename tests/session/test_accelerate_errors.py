@@ -460,3 +460,24 @@ def test_the_folder_of_a_trace_may_differ_for_the_first_rank_alone_writes(
     two: Ranks, tmp_path: Path
 ) -> None:
     assert two.run(traced_elsewhere, str(tmp_path)) == [["trace.json"], []]
+
+
+# What works, but is most often a mistake.
+
+
+def drift_of(strategy: object) -> list[str]:
+    """What is said of a table that forward changes by the batch of its rank."""
+    model = nn.Sequential(nn.Embedding(5, 4, max_norm=1.0), nn.Linear(4, 1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerate_and_close(model, strategy=strategy)
+    return [str(one.message) for one in caught]
+
+
+def test_a_table_that_ranks_change_apart_is_a_warning(two: Ranks) -> None:
+    (said,), others = two.run(drift_of, None)
+    assert "module 0 has max_norm" in said
+    assert "ranks drift apart" in said
+    assert not others
+    assert two.run(drift_of, {"local": {}}) == [[], []]  # where they do in any case
+    assert drift_of(None) == []

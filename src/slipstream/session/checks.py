@@ -129,6 +129,19 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
+def model_warnings(model: nn.Module) -> list[str]:
+    """Tables that forward changes by the batch of its rank, so that ranks drift apart."""
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    found = (name for name, m in model.named_modules() if isinstance(m, tables) and m.max_norm)
+    return [
+        f"module {name or '(the model)'} has max_norm: each rank changes the rows of its own batch "
+        "in forward, so that ranks drift apart, as under DistributedDataParallel; leave it out, "
+        "and behind each update let all ranks change all rows: with torch.no_grad(): "
+        "weight.renorm_(2, 0, max_norm)"
+        for name in found
+    ]
+
+
 def check_closure(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose ``step()`` cannot be called without an argument, as LBFGS.
 
