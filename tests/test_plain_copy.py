@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from slipstream.errors import UsageError
 from slipstream.memory.forward_override import ForwardOverride
 from slipstream.plain_copy import attach, copy_as
 
@@ -148,3 +149,18 @@ def test_a_shallow_copy_shares_the_tensors() -> None:
     twin = copy.copy(layer)
     assert twin.weight is layer.weight
     torch.testing.assert_close(2 * twin(X), layer(X))
+
+
+def test_a_module_with_attached_hooks_is_scripted_as_a_copy() -> None:
+    layer = nn.Linear(3, 2)
+    model, before = nn.Sequential(layer), dict(vars(layer))
+    jit: Any = torch.jit
+    remove = attach(layer.register_forward_hook, add_one)
+    for whole in (layer, model):
+        with pytest.raises(UsageError, match="script a plain copy"):
+            jit.script(whole)
+        torch.testing.assert_close(jit.script(copy.deepcopy(whole))(X), layer(X) - 1)
+    assert model[0] is layer
+    remove()
+    assert vars(layer) == before
+    torch.testing.assert_close(jit.script(model)(X), layer(X))

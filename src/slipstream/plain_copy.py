@@ -5,7 +5,9 @@
 ``__deepcopy__`` or ``__reduce_ex__``, and look both up on the object before its class. So an
 attribute of one module or one tensor decides for all four, and no class is patched. A module still
 answers by the methods of its own class, but these find its attributes without what was attached.
-Hooks and overrides of others stay, and are copied as torch does.
+Hooks and overrides of others stay, and are copied as torch does. ``torch.jit.script``, which
+compiles hooks, asks in the same way; it could be given a copy, but of a layer it would put that
+into the model.
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from slipstream.errors import UsageError
+
 _ABSENT: Any = object()
 _METHODS = ("__deepcopy__", "__reduce_ex__")
+_SCRIPTED = "__prepare_scriptable__"
 _HOOKS = "_hooks"
 """In the names of a module's dicts of hooks, and of dicts that say more about some of them."""
 
@@ -55,6 +60,17 @@ class _Copier(Attached):
     def __call__(self, argument: Any) -> Any:
         with _without_attached(self._owner):
             return getattr(self._owner, self._method)(argument)
+
+
+class _Unscripted(Attached):
+    """Stands for the method of a module by which ``torch.jit.script`` asks what to compile."""
+
+    def __call__(self) -> NoReturn:
+        raise UsageError(
+            "torch.jit.script of a module to which an open session has attached hooks, which "
+            "TorchScript cannot compile; script a plain copy: "
+            "torch.jit.script(copy.deepcopy(model)), or the module after close()"
+        )
 
 
 def attach(
@@ -94,18 +110,22 @@ def copy_plainly(module: nn.Module) -> None:
     for method in _METHODS:
         if hasattr(module, method) and not isinstance(vars(module).get(method), _Copier):
             vars(module)[method] = _Copier(module, method)
+    if not hasattr(module, _SCRIPTED):
+        vars(module)[_SCRIPTED] = _Unscripted()
 
 
 def detached(module: nn.Module) -> None:
     """Something was taken off ``module``: restore its own way of copying if it was the last."""
     here = vars(module)
-    others = (value for name, value in here.items() if name not in _METHODS)
+    others = (value for name, value in here.items() if name not in (*_METHODS, _SCRIPTED))
     if _numbers_of_attached(here) or any(isinstance(value, Attached) for value in others):
         return
     for method in _METHODS:
         copier = here.get(method)
         if isinstance(copier, _Copier):
             _put(here, method, copier.replaced)
+    if isinstance(here.get(_SCRIPTED), _Unscripted):
+        del here[_SCRIPTED]
 
 
 def refuse_copies(module: nn.Module, error: Callable[[], Exception]) -> Callable[[], None]:

@@ -569,3 +569,58 @@ def test_an_optimizer_that_deals_its_work_out_is_saved_by_each_rank(
     for error in two.fail(dealt_out, kind, str(tmp_path / "refused"), False, 2).values():
         assert isinstance(error, UsageError)
         assert "also={'optimizer': optimizer}" in str(error)
+
+
+def trained_on(folder: Path, stop: int, look: str) -> list[list[int]]:
+    """The batches that a script trains on which looks at the first one of other passes, too."""
+    found: list[list[int]] = []
+    rows: Any = range(12)
+    with opened({}, DataLoader(rows, 2, shuffle=True)) as session:
+        saved = Checkpoints(folder)
+        saved.restore(session)
+        while session.updates < 15:
+            if look == "before a pass":
+                len(next(iter(session.loader)))
+            for batch in session.loader:
+                session.backward(session.model(words(session.updates)).square().mean())
+                session.step()
+                found.append(batch.tolist())
+                if session.updates == 4:
+                    if look == "within it":
+                        next(iter(session.loader))
+                    elif look == "at all of one":
+                        seen(session.loader)
+                    saved.save(session, wait=True)
+                if session.updates == stop:
+                    return found
+    return found
+
+
+@pytest.mark.parametrize("look", ["before a pass", "within it", "at all of one"])
+def test_a_look_at_batches_does_not_move_the_place(look: str, tmp_path: Path) -> None:
+    whole = trained_on(tmp_path / "whole", 99, look)
+    first = trained_on(tmp_path / "parted", 4, look)
+    assert first + trained_on(tmp_path / "parted", 99, look) == whole
+
+
+def test_a_look_at_a_loader_that_keeps_its_place_does_not_move_it(tmp_path: Path) -> None:
+    of_own_places(str(tmp_path), 2)
+    with opened({}, OwnPlace(0)) as session:
+        Checkpoints(tmp_path).restore(session)
+        assert next(iter(session.loader)) == ("file 0", 3)
+        assert next(iter(session.loader)) == ("file 0", 3)
+
+
+def test_a_pass_with_gradients_of_the_script_is_none_that_was_looked_at(tmp_path: Path) -> None:
+    rows: Any = range(12)
+    with opened({}, DataLoader(rows, 2)) as session:
+        saved, passed = Checkpoints(tmp_path), iter(session.loader)
+        seen(islice(passed, 2))
+        saved.save(session, wait=True)
+    with opened({}, DataLoader(rows, 2)) as session:
+        Checkpoints(tmp_path).restore(session)
+        assert next(iter(session.loader)).tolist() == [4, 5]
+        for parameter in session.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        session.optimizer.step()
+        assert next(iter(session.loader)).tolist() == [0, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import time
@@ -206,3 +207,15 @@ def test_ranks_agree_on_a_start_whatever_the_dead_have_said() -> None:
         assert len(words) == 1
     with pytest.raises(RuntimeError, match="rank 1 has not come"):
         agree_on_start(HashStore(), 0, 2, timedelta(seconds=0.1))
+
+
+def test_ranks_that_a_script_starts_without_a_group_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    connect(Environment(), "cpu").close()  # as a notebook on a cluster
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: "a script")
+    with pytest.warns(UserWarning, match=r"trains alone.*dist\.init_process_group"):
+        connect(Environment(), "cpu").close()

@@ -418,6 +418,21 @@ def test_without_a_sampler_of_several_ranks_passes_are_epochs() -> None:
     assert balance.weight == 1.0
 
 
+def test_a_look_at_a_batch_does_not_move_a_place_that_was_restored() -> None:
+    loader = DataLoader(Sequences(), batch_size=4, shuffle=True, collate_fn=collate)
+    balance = build(loader, ranks=1)
+    batches = iter(balance.over(balance.loader))
+    for _ in range(3):
+        next(batches)
+    state = copy.deepcopy(balance.state_dict())
+    rest = [indices for *_, indices in batches]
+    balance = build(loader, ranks=1)
+    balance.load_state_dict(state)
+    again = balance.over(balance.loader)
+    next(iter(again))
+    assert [indices for *_, indices in again] == rest
+
+
 def test_on_one_rank_the_order_is_that_of_the_users_generator() -> None:
     def order(seed: int) -> list[int]:
         generator = torch.Generator().manual_seed(seed)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,17 @@ from torch.utils.data import DataLoader
 
 import slipstream
 from slipstream.errors import MismatchError, ModelError, SlipstreamError, StrategyError, UsageError
-from tests.harness.ranks import Ranks
+from tests.harness.ranks import PerRank, Ranks
 from tests.session.training import accelerate_and_close, sgd
 
 Case = tuple[Callable[[], object], type[SlipstreamError], list[str]]
+
+
+def of_masters() -> None:
+    """Accelerate with the optimizer of fp32 copies that a script has made of its weights."""
+    model = small(dtype=torch.bfloat16)
+    copies = [p.detach().float().requires_grad_() for p in model.parameters()]
+    accelerate_and_close(model, torch.optim.SGD(copies))
 
 
 def small(*, width: int = 3, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -164,6 +173,7 @@ MODELS: dict[str, Case] = {
         ["no parameter that requires a gradient", "requires_grad=True"],
     ),
     "no parameters": (no_parameters, ModelError, ["not in the model"]),
+    "fp32 copies": (of_masters, ModelError, ["not in the model", "precision: half_weights"]),
     "meta device": (
         lambda: accelerate_and_close(small().to("meta")),
         ModelError,
@@ -264,6 +274,13 @@ def test_a_mistake_is_explained_on_every_rank(two: Ranks, name: str) -> None:
         check_outcome(outcome, name, joined=True)
 
 
+def left_alone() -> nn.Module:
+    """A model whose head DDP would leave alone, as each rank has its own."""
+    model = small()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["1.weight"])
+    return model
+
+
 OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "DDP": (lambda: DistributedDataParallel(small()), r"module \(the model\) is .*ddp\.module"),
     "DDP inside": (
@@ -278,6 +295,7 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: FullyShardedDataParallel(small(), device_id=torch.device("cpu")),
         r"module \(the model\) is wrapped in FullyShardedDataParallel",
     ),
+    "DDP, but for the head": (left_alone, r"told to leave 1\.weight alone.*optimizer of its own"),
 }
 """Models that others have parallelised."""
 
@@ -454,3 +472,39 @@ def test_the_folder_of_a_trace_may_differ_for_the_first_rank_alone_writes(
     two: Ranks, tmp_path: Path
 ) -> None:
     assert two.run(traced_elsewhere, str(tmp_path)) == [["trace.json"], []]
+
+
+def in_common(model: nn.Module, *, copies: bool) -> None:
+    """Accelerate a model of which the ranks have got the memory, or a copy of it."""
+    accelerate_and_close(copy.deepcopy(model) if copies else model.share_memory())
+
+
+def test_a_model_in_memory_that_ranks_have_in_common_is_refused(two: Ranks) -> None:
+    model = small()
+    errors = two.fail(partial(in_common, copies=False), model)
+    for error in errors.values():
+        assert isinstance(error, ModelError)
+        assert "parameter 0.weight lies in memory that ranks 0, 1 have in common" in str(error)
+    two.run(partial(in_common, copies=True), model)
+    two.run(partial(in_common, copies=False), PerRank(small(), small()))  # each its own
+
+
+# What works, but is most often a mistake.
+
+
+def drift_of(strategy: object) -> list[str]:
+    """What is said of a table that forward changes by the batch of its rank."""
+    model = nn.Sequential(nn.Embedding(5, 4, max_norm=1.0), nn.Linear(4, 1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerate_and_close(model, strategy=strategy)
+    return [str(one.message) for one in caught]
+
+
+def test_a_table_that_ranks_change_apart_is_a_warning(two: Ranks) -> None:
+    (said,), others = two.run(drift_of, None)
+    assert "module 0 has max_norm" in said
+    assert "ranks drift apart" in said
+    assert not others
+    assert two.run(drift_of, {"local": {}}) == [[], []]  # where they do in any case
+    assert drift_of(None) == []

@@ -5,9 +5,11 @@ Leaves ``os.environ`` as it is, and destroys only process groups that it made.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
@@ -156,6 +158,7 @@ def connect(
         device = _cuda_device(device, environment, chosen_by_script=ready)
         torch.cuda.set_device(device)
     if not ready and environment.source == "none":
+        _warn_of_spawned_ranks()
         return Cluster(environment, device, None, (environment.host,), owns_world=False)
     if not ready:
         _init_world(environment, device, timeout)
@@ -167,6 +170,19 @@ def connect(
     if owns:
         _users[world] = _users.get(world, 0) + 1
     return Cluster(environment, device, world, tuple(hosts), owns_world=owns)
+
+
+def _warn_of_spawned_ranks() -> None:
+    """Warn where a script that starts its ranks itself has told them where to meet, and not made
+    the process group: each would train alone."""
+    if "MASTER_ADDR" in os.environ and multiprocessing.parent_process() is not None:
+        warnings.warn(
+            "this process trains alone: it was started by multiprocessing, with MASTER_ADDR and "
+            "without RANK and WORLD_SIZE; where mp.spawn starts the ranks, call "
+            'dist.init_process_group("gloo", rank=rank, world_size=ranks) before '
+            "slipstream.data_share() and accelerate()",
+            stacklevel=4,
+        )
 
 
 def reach_store(environment: Environment, timeout: timedelta) -> Store:

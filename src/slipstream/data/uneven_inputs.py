@@ -108,12 +108,18 @@ class UnevenInputLoader(LoaderAround):
         self._passes = 0
         self._agreement: Agreement | None = None
         self._broken: DataError | None = None
-        self._pass: ref[_Pass] | None = None  # weak: a pass left by ``break`` is over
+        # weak: a pass left by ``break`` is over
+        self._pass: ref[_Pass] | None = None  # that was asked last
+        self._trained: ref[_Pass] | None = None  # of which a batch was trained on last
         # what the next pass goes on with:
+        self._position: Mapping[str, Any] | None = None
         self._skip = 0
         self._over: int | None = None  # the epoch of that pass: at another one it is over
         self._draw: pass_random.RandomStates | None = None
         self._lives_on: bool | None = None
+        # that of the last pass, while no batch of it was trained on:
+        self._unused: tuple[Mapping[str, Any], pass_random.RandomStates | None, bool | None] | None
+        self._unused = None
         self._has_workers = False
 
     @property
@@ -156,16 +162,17 @@ class UnevenInputLoader(LoaderAround):
 
     @property
     def _present(self) -> _Pass | None:
-        """The pass that is under way; of several, the one that was asked last."""
-        present = self._pass() if self._pass is not None else None
-        return None if present is None or present.is_over else present
+        """The pass that is under way; of several, the one that was trained on last, or else asked:
+        a script may look at batches beside its training."""
+        found = (known() for known in (self._trained, self._pass) if known is not None)
+        return next((one for one in found if one is not None and not one.is_over), None)
 
     def draw_with(self, states: pass_random.RandomStates) -> None:
         """Let the next pass draw its order as one that began so, which it goes on with."""
         if self._followed is not None:
             self._followed.draw_with(states)
         else:
-            self._draw, self._pass = states, None
+            self._draw, self._pass, self._trained = states, None, None
 
     def position(self) -> dict[str, Any]:
         """The place in the present pass, or where the next one goes on: the loader's own state, or
@@ -203,7 +210,8 @@ class UnevenInputLoader(LoaderAround):
             self._skip, self._over, self._draw = 0, position.get("over"), None
         else:
             return False
-        self._pass = None  # until it is asked again
+        self._position = position
+        self._pass = self._trained = self._unused = None  # until it is asked again
         return True
 
     @staticmethod
@@ -228,7 +236,14 @@ class UnevenInputLoader(LoaderAround):
         """
         if self._followed is not None:
             return self._followed.active
+        self.note_training()
         return self._ranks if self._agreement is None else self._agreement.use()
+
+    def note_training(self) -> None:
+        """Note that the batch that was given last is trained on."""
+        if self._followed is not None:
+            self._followed.note_training()
+        self._trained, self._unused = self._pass, None
 
     def has_batch(self, rank: int) -> bool:
         """Whether a rank has a batch of its own in the present step, which is known after
@@ -265,6 +280,7 @@ class UnevenInputLoader(LoaderAround):
             self._agreement.settle()
         if self._on_start is not None:
             self._on_start()
+        self._take_back()
         epoch = epoch_of(self._loader)
         is_other = self._over is not None and self._over != epoch
         if is_other:
@@ -297,9 +313,20 @@ class UnevenInputLoader(LoaderAround):
         rates = self._rates()
         return batches, Agreement(rank, self._ranks, self._passes, goes_on=goes_on, rates=rates)
 
+    def _take_back(self) -> None:
+        """Let a pass go on where the one before it did, which was left before a batch of it was
+        trained on: the script has looked at the first one."""
+        if self._unused is not None:
+            position, draw, lives_on = self._unused
+            self.go_to(position)
+            self._draw, self._lives_on = draw, lives_on
+        if self._position is not None:
+            self._unused = self._position, self._draw, self._lives_on
+
     def _begin_anew(self) -> None:
         """Let the next pass go on with nothing."""
-        self._skip, self._over, self._draw, self._lives_on = 0, None, None, None
+        self._position = self._draw = None
+        self._skip, self._over, self._lives_on = 0, None, None
 
 
 class _Pass(Iterator[Any]):
@@ -353,6 +380,7 @@ class _Pass(Iterator[Any]):
             self._check_went_on()
         if not (has_one if self._agreement is None else self._agreed(has_one)):
             self._end()
+            loader._unused = None
             raise StopIteration
         batch = self._following if has_one else _copied(self._last)
         if has_one:

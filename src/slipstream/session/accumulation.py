@@ -84,6 +84,11 @@ class AccumulationWindow:
             return len(self.island)
         return sum(self._loader.has_batch(rank) for rank in self.island)
 
+    def trained_alone(self) -> None:
+        """Note an update by gradients of the script's own, without a backward pass."""
+        if self._loader is not None:
+            self._loader.note_training()
+
     def check_scale(self, loss_scale: float) -> None:
         """Take a loss scale for the coming backward pass.
 

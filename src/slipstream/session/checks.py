@@ -61,6 +61,13 @@ def check_model(model: nn.Module) -> None:
                 f"module {path or '(the model)'} is wrapped in FullyShardedDataParallel, which "
                 "splits parameters and averages gradients itself; pass the plain module"
             )
+    if ignored := [*getattr(model, "_ddp_params_and_buffers_to_ignore", ())]:
+        raise ModelError(
+            f"DistributedDataParallel was told to leave {ignored[0]} alone, which a session would "
+            "average, and broadcast from the first rank; pass a module without what each rank has "
+            "for itself, as nn.ModuleList([body, head]), and step that by an optimizer of its own; "
+            "or del model._ddp_params_and_buffers_to_ignore"
+        )
     device = device_of(model)
     for name, p in model.named_parameters():
         if problem := _parameter_problem(p, device):
@@ -107,6 +114,8 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} (it has no {', '.join(missing)})"
         )
     in_model = {id(p) for p in model.parameters()}
+    narrow = any(p.is_floating_point() and p.itemsize == 2 for p in model.parameters())
+    masters = "; of fp32 copies of 16-bit weights set precision: half_weights, which makes them"
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in in_model:
@@ -116,7 +125,21 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                     "gradient would never be averaged; build the optimizer from "
                     "model.parameters() of the model that you pass, after all changes to it; of "
                     "several models pass nn.ModuleList([one, other])"
+                    f"{masters if narrow else ''}"
                 )
+
+
+def model_warnings(model: nn.Module) -> list[str]:
+    """Tables that forward changes by the batch of its rank, so that ranks drift apart."""
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    found = (name for name, m in model.named_modules() if isinstance(m, tables) and m.max_norm)
+    return [
+        f"module {name or '(the model)'} has max_norm: each rank changes the rows of its own batch "
+        "in forward, so that ranks drift apart, as under DistributedDataParallel; leave it out, "
+        "and behind each update let all ranks change all rows: with torch.no_grad(): "
+        "weight.renorm_(2, 0, max_norm)"
+        for name in found
+    ]
 
 
 def check_closure(optimizer: torch.optim.Optimizer) -> None:

@@ -53,6 +53,7 @@ from slipstream.session.loading import (
 )
 from slipstream.session.loop import TrainingLoop
 from slipstream.session.members import Members
+from slipstream.session.own_memory import check_own_memory
 from slipstream.session.proof import Proof
 from slipstream.session.session import M, O, Session
 from slipstream.session.state import SessionState, agree_on_optimizer
@@ -97,6 +98,8 @@ def compose(
         handles.defer(step_hooks.close)
         # Before precision: ranks start from values that are not rounded yet.
         groups = exchange_groups(given)
+        if control is not None:
+            check_own_memory(model, control)
         if groups:
             broadcast.broadcast(whole.local_tensors, groups[0])
         agree_on_optimizer(given)

@@ -629,6 +629,7 @@ class TrainingLoop:
     def _count_own(self) -> None:
         """Count an update with gradients of the script's own, which no backward pass has made."""
         self._by_own = False
+        self.window.trained_alone()
         self.steps += 1
         self._by_script.stepped()
         self.progress.reached(self.steps)

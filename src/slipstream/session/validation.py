@@ -27,6 +27,7 @@ from slipstream.session.checks import (
     check_model,
     check_optimizer,
     check_replay,
+    model_warnings,
 )
 from slipstream.sharding.checks import check_sharded
 from slipstream.strategy import Strategy
@@ -91,7 +92,9 @@ def validate(
         fingerprint[f"parameter {name}"] = f"{p.dtype} {tuple(p.shape)}{strides}{frozen}"
     for name, b in model.named_buffers():
         fingerprint[f"buffer {name}"] = f"{b.dtype} {tuple(b.shape)}"
+    drifts = cluster.world_size > 1 and strategy.local is None
     found = (
+        *(model_warnings(model) if drifts else ()),
         *gradient_warnings(trainables, strategy.gradients),
         *precision_warnings(model, strategy.precision),
         *compute_warnings(model, strategy.compute),

@@ -145,7 +145,9 @@ class SampleBalance:
     def _following(self) -> Position:
         """Find where the next iteration begins: as the user's sampler, or the last pass, says."""
         epoch, first = self._position
-        if self._running:  # the last pass was left early
+        # one that a state has moved on is not over by a look at its first batch
+        looked = bool(first) and self._taken == self._unweighed
+        if self._running and not looked:  # the last pass was left early
             epoch, first = epoch + 1, 0
         if self._epochs is not None and self._epochs.epoch != epoch:
             epoch, first = self._epochs.epoch, 0
