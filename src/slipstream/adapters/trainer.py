@@ -151,7 +151,8 @@ class SessionTrainer(transformers.Trainer):
         if session.strategy.local is not None:
             # Trainer would do so inside: a schedule-free optimizer then changed the outer
             # parameters, which are gone when its next train() changes this rank's back
-            self.optimizer.eval()
+            optimizer: Any = self.optimizer
+            optimizer.eval()
         with session.evaluating():
             yield
 

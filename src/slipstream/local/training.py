@@ -448,7 +448,7 @@ class LocalTraining:
         self._take_outer()
         trained = [t.parameter for t in self._trained]
         with (
-            modes_kept([self._optimizer, *self._others]),
+            modes_kept(self._optimizers),
             outer_view(self._model, self._meetings, trained, self._frozen),
         ):
             self.evaluates = True
