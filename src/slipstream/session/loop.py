@@ -32,6 +32,7 @@ from slipstream.session.exchanging import GradientExchange
 from slipstream.session.given import Given
 from slipstream.session.members import Members
 from slipstream.session.nonfinite import NonfiniteGradients
+from slipstream.session.other_losses import OtherLosses
 from slipstream.session.proof import Proof
 from slipstream.session.step_hooks import StepHooks, collectives_so_far
 from slipstream.session.tracing import Tracer
@@ -66,9 +67,6 @@ class TrainingLoop:
         backwards: backward passes so far.
     """
 
-    _of_all = 0
-    """Backward passes of all sessions in this process."""
-
     def __init__(
         self,
         given: Given,
@@ -96,8 +94,7 @@ class TrainingLoop:
         self._emptied = False  # by the script, before the step that begins
         self.steps = self.skipped = self.backwards = 0
         self._in_no_sync = 0  # of the backward passes
-        self._others: dict[torch.nn.Parameter, tuple[int, int]] = {}  # gradients of their losses
-        self._warned_of_others = False
+        self._other_losses = OtherLosses(self.model)
         self._parameters = tuple(self.model.parameters())
         self._zeroing = Zeroing(self.model, self.optimizer)
         self._by_script = UpdatesByHand(self._parameters)
@@ -232,8 +229,7 @@ class TrainingLoop:
             self._used = False
         elif self._dropped:  # those that the script has zeroed since begin anew
             self._dropped = {p for p in self._dropped if not is_zero(p)}
-        if self._others:
-            self._warn_of_others()
+        self._other_losses.warn_if_kept(stacklevel=4)
         if given not in (1.0, self.window.loss_scale):
             self._zeroing.used_by_another()  # or its scaler has skipped the step
         self.settle(in_forward=True)
@@ -293,7 +289,7 @@ class TrainingLoop:
         # what no_sync() has gathered may be thrown away
         self._zeroing.note(in_window=not exchange and not self._local_only)
         self.backwards += 1
-        TrainingLoop._of_all += 1
+        self._other_losses.passed()
         self.progress.passes += 1
         self._in_no_sync += self._local_only
         if self.backwards == UNUSED * self.window.accumulate > UNUSED:
@@ -326,44 +322,14 @@ class TrainingLoop:
             drop_shards(self._parameters)
         before, self._local_only = self._local_only, True
         self.engine.local_only(True)
-        own, of_all, left = self.backwards, TrainingLoop._of_all, self._marks()
+        begun = self._other_losses.begin()
         try:
             yield
         finally:
             self._local_only = before
             self.engine.local_only(before)
-        if own == self.backwards and of_all != TrainingLoop._of_all:
-            self._note_others(left)
-
-    def _marks(self) -> dict[torch.nn.Parameter, tuple[int, int]]:
-        """Tell by parameter which gradient is there, and its version."""
-        present = ((p, p.grad) for p in self._parameters)
-        return {p: (id(grad), grad._version) for p, grad in present if grad is not None}
-
-    def _note_others(self, left: dict[torch.nn.Parameter, tuple[int, int]]) -> None:
-        """Note what a loss of another session, that runs through this model, has added to what was
-        ``left``: a GAN's generator, say.
-
-        Raises:
-            UsageError: to the sums of an accumulation window, which nobody can zero.
-        """
-        self._others = {p: mark for p, mark in self._marks().items() if left.get(p) != mark}
         in_window = self.window.accumulate > 1 and self.window.passes and not self._exchanged
-        if self._others and in_window:
-            raise messages.others_in_window(self._name_of_others(), self._window)
-
-    def _name_of_others(self) -> str:
-        names = {p: name for name, p in self.model.named_parameters()}
-        return names.get(next(iter(self._others)), "a parameter")
-
-    def _warn_of_others(self) -> None:
-        """Warn once of gradients of another session's loss to which a pass is about to add."""
-        now = self._marks()
-        self._others = {p: mark for p, mark in self._others.items() if now.get(p) == mark}
-        if self._others and not self._warned_of_others:
-            self._warned_of_others = True
-            warnings.warn(messages.others_kept(self._name_of_others()), stacklevel=5)
-        self._others = {}
+        self._other_losses.note(begun, self._window if in_window else None)
 
     # Updates.
 
