@@ -42,6 +42,10 @@ def test_parts_are_asked_for_and_restored_one_by_one() -> None:
     [
         ({"weight": 1}, "this checkpoint has weight; allowed: model, optimizer, session"),
         ({}, "this checkpoint has nothing"),
+        (
+            {"model": {}, "epoch": 3, "optimizer": {}},
+            r"has epoch, model, optimizer; .*restore\({p: state\[p\] for p in \['model', 'optim",
+        ),
         (7, "this checkpoint is a int; pass what session.checkpoint"),
         ([3], "this checkpoint is a int"),
         ([{"optimizer": {"rank": 1, "ranks": 2}}], "optimizer.param_groups: None; allowed: a list"),

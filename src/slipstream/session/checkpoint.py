@@ -66,6 +66,8 @@ def joined(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Mapping[st
             raise UsageError(f"this checkpoint is a {type(one).__name__}; {how}")
         if not one or {*one} - {*PARTS}:
             found = ", ".join(sorted(map(str, one))) or "nothing"
+            if there := [part for part in PARTS if part in one]:  # beside entries of the script's
+                how = f"leave the others out: session.restore({{p: state[p] for p in {there}}})"
             raise UsageError(f"this checkpoint has {found}; allowed: {', '.join(PARTS)}; {how}")
         if (mistake := next(mistakes(one), None)) is not None:
             raise UsageError(f"this checkpoint is damaged: {mistake}; {how}")
