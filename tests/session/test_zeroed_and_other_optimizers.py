@@ -9,6 +9,7 @@ import contextlib
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -907,6 +908,30 @@ def test_a_state_of_another_model_is_refused() -> None:
     _, _, session = opened({})
     with session, pytest.raises(ModelError, match=r"Missing key.*0\.weight"):
         session.restore({"model": {}})
+
+
+def run_of(model: nn.Module, state: Any = None) -> Any:
+    """The state after an update of a session that goes on from ``state``."""
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with slipstream.accelerate(model, optimizer) as session:
+        if state is not None:
+            session.restore(state)
+        session.backward(loss_of(model, batches()[0, session.rank]))
+        session.step()
+        return deepcopy(session.checkpoint())
+
+
+def without_compiler() -> None:
+    """As nanoGPT, which takes the prefix off the model that it loads."""
+    state = run_of(torch.compile(model_of(), backend="eager"))
+    model = {name.removeprefix("_orig_mod."): value for name, value in state["model"].items()}
+    with pytest.raises(UsageError, match=r"_orig_mod\. before names is of torch\.compile\(model\)"):
+        run_of(model_of(), {**state, "model": model})
+    run_of(model_of(), {"model": model, "optimizer": state["optimizer"]})
+
+
+def test_a_state_of_a_compiled_model_says_how_a_plain_one_takes_it(two: Ranks) -> None:
+    two.run(without_compiler)
 
 
 def updated_by_hand(strategy: dict[str, Any] | None, updates: int) -> list[torch.Tensor]:

@@ -100,6 +100,13 @@ def _updates(session: Mapping[str, Any]) -> int | None:
     return None if local["config"].get("stretch") else int(local["updates"])
 
 
+_COMPILED = (
+    "; _orig_mod. before names is of torch.compile(model): accelerate() a model that is compiled "
+    "as that of the saved run was, or take it off the names of 'model', and restore 'model' and "
+    "'optimizer' alone"
+)
+
+
 def refusal(state: object, sizes: Mapping[str, int], ranks: int | None = None) -> UsageError | None:
     """Why a state cannot be loaded by a session of a model of these parameters; None: it can be.
 
@@ -122,6 +129,7 @@ def refusal(state: object, sizes: Mapping[str, int], ranks: int | None = None) -
     if saved is not None and (unknown := sorted(set(saved["names"]) - set(sizes))):
         return UsageError(
             f"this state is another model's: these parameters are not in this one: {unknown[:5]}"
+            + _COMPILED * any("_orig_mod." in name for name in (*unknown, *sizes))
         )
     if ranks is not None and len(codecs) not in (0, ranks):
         return UsageError(
