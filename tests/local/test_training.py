@@ -624,6 +624,21 @@ def test_no_training_on_the_outer_parameters() -> None:
     assert "with block" in inside_evaluating()
 
 
+def test_a_graph_of_before_a_meeting_is_told_apart() -> None:
+    """A generator's, while its discriminator is updated in the same session: torch told of a
+    tensor, a version and anomalies."""
+    generator, critic = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)), nn.Linear(6, 1)
+    both, local = nn.ModuleList([generator, critic]), {"local": {"steps": 1}}
+    session = slipstream.accelerate(both, SGD(critic.parameters(), lr=0.1), None, local)
+    for _ in range(2):
+        made = generator(torch.ones(4, 6))
+        session.backward(critic(made.detach()).square().mean())
+        session.step()
+    with pytest.raises(UsageError, match=r"by a meeting of ranks .*after that update; or give mo"):
+        session.backward(critic(made).mean())
+    session.__exit__(UsageError, UsageError(), None)
+
+
 def test_a_head_that_is_out_while_the_model_evaluates_keeps_its_parameters() -> None:
     model = build()
     with slipstream.accelerate(model, sgd(model), None, {"local": {"steps": 4}}) as session:

@@ -175,9 +175,14 @@ class TrainingLoop:
             if self.proof is not None and self.update_follows:  # with its collectives, on all ranks
                 self.proof.replay(part, self.steps)
             # others wait for the collectives of this rank, and it adds nothing of its own loss
-            part.backward(
-                torch.zeros_like(part) if dummy_batch else None, retain_graph=retain_graph
-            )
+            gradient = torch.zeros_like(part) if dummy_batch else None
+            try:
+                part.backward(gradient, retain_graph=retain_graph)
+            except RuntimeError as error:
+                has_met = self.local is not None and self.local.meetings > 0
+                if has_met and "modified by an inplace operation" in str(error):
+                    raise messages.met_since_forward() from error
+                raise
 
         self._run_backward(run, loss_scale, graph_waits=retain_graph)
 

@@ -68,6 +68,16 @@ def others_kept(name: str) -> str:
     )
 
 
+def met_since_forward() -> UsageError:
+    """A graph was there before a meeting, as of a generator while its discriminator is updated."""
+    return UsageError(
+        "parameters were changed in place between the forward of this loss and its backward(), "
+        "most often by a meeting of ranks (local), which the update before it has ended with: "
+        "compute the forward after that update; or give models that train in turns a session "
+        "each, whose meetings leave the others alone"
+    )
+
+
 def step_without_backward() -> UsageError:
     """There is nothing to update with."""
     return UsageError(
