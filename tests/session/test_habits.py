@@ -221,6 +221,15 @@ def clip_sums_by_torch(session: Any, optimizer: Any, batch: torch.Tensor) -> Non
         session.step()
 
 
+def clip_sums_by_data(session: Any, optimizer: Any, batch: torch.Tensor) -> None:
+    """As DINO does; torch counts no change."""
+    for _ in range(2):
+        session.backward(loss_of(session.model, batch))
+        for parameter in session.model.parameters():
+            parameter.grad.data.mul_(0.5)
+        session.step()
+
+
 def gradients_kept(session: Any, optimizer: Any, batch: torch.Tensor) -> None:
     for _ in range(4):
         session.backward(loss_of(session.model, batch))
@@ -249,6 +258,7 @@ REFUSED: dict[str, tuple[Callable[..., None], list[str]]] = {
     ),
     "clip behind no_sync": (clip_behind_no_sync, ["last backward() was in no_sync()"]),
     "torch clips in a window": (clip_sums_by_torch, ["0.weight was changed inside", "ends the"]),
+    "data is clipped in a window": (clip_sums_by_data, ["0.weight was changed inside", "ends the"]),
     "no zero_grad()": (gradients_kept, ["still there", "optimizer.zero_grad()"]),
     "closure": (with_closure, ["optimizer.step(closure)", "without a closure"]),
 }

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +87,7 @@ class SessionTrainer(transformers.Trainer):
 
     def save_model(self, *arguments: Any, **named: Any) -> None:
         """Save the parameters that evaluate best."""
-        with self._evaluating():
+        with self._best():
             super().save_model(*arguments, **named)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
@@ -142,19 +141,18 @@ class SessionTrainer(transformers.Trainer):
             evaluate: Any = super()._evaluate
             return evaluate(*arguments, **named)
 
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
+    def _evaluating(self) -> AbstractContextManager[None]:
         session = self.accelerator.session
-        if session is None:
-            yield
-            return
-        if session.strategy.local is not None:
+        if session is not None and session.strategy.local is not None:
             # Trainer would do so inside: a schedule-free optimizer then changed the outer
             # parameters, which are gone when its next train() changes this rank's back
-            optimizer: Any = self.optimizer
+            optimizer: Any = self.optimizer  # Accelerate's, whose eval() may do nothing
             optimizer.eval()
-        with session.evaluating():
-            yield
+        return self._best()
+
+    def _best(self) -> AbstractContextManager[None]:
+        session = self.accelerator.session
+        return nullcontext() if session is None else session.evaluating()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Gather on all ranks, over which state of optimizer and codecs may lie; save on one."""

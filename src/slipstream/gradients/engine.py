@@ -293,6 +293,7 @@ class Engine(GradientEngine):
         self.overflowed = False
         self._found.clear()
         self._channel.wait()
+        self._untouched.check_moved()
         self.nonfinite = bool(self._found) and bool(torch.stack(self._found).any())
         if self._any_rank(self.overflowed or self.nonfinite):
             self.overflowed, self.nonfinite = not backward.looks, backward.looks

@@ -5,7 +5,7 @@ They are remembered with their versions, which torch counts up where a tensor is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -25,6 +25,8 @@ class Untouched:
     def __init__(self, trainables: Sequence[NamedParameter]) -> None:
         self._trainables = trainables
         self._sums: list[tuple[NamedParameter, torch.Tensor, int]] = []
+        self._rows = torch.empty(0)  # largest values of a row of each of these
+        self._moved: list[tuple[list[str], torch.Tensor]] = []  # which have changed by ``data``
         self._averages: list[tuple[NamedParameter, torch.Tensor, int]] = []
         self._largest: torch.Tensor | None = None  # values of these
         self._updated = False  # with averages that were looked at
@@ -32,6 +34,7 @@ class Untouched:
     def note_sums(self) -> None:
         """Remember the gradients: they are sums of this rank."""
         self._sums = self._present()
+        self._rows = _rows(gradient for _, gradient, _ in self._sums)
 
     def forget_sums(self) -> None:
         """Let them change: they came outside of a backward pass of the session."""
@@ -39,13 +42,20 @@ class Untouched:
 
     def check_sums(self) -> bool:
         """Refuse sums that were changed inside a window: clipped, say, by a norm that is another
-        one on each rank; return whether they were zeroed instead, all of them.
+        one on each rank; return whether they were zeroed instead, all of them. What was changed
+        by ``data``, which torch does not count, `check_moved` refuses.
 
         Raises:
             UsageError: names the parameter.
         """
         sums, self._sums = self._sums, []
         zeroed = 0
+        if sums and all(t.parameter.grad is g and g._version == v for t, g, v in sums):
+            rows = _rows(gradient for _, gradient, _ in sums)
+            # without a look, for which a device would wait
+            moved = rows.ne(self._rows) & rows.ne(0)
+            self._moved.append(([t.name for t, _, _ in sums], moved))
+            return False
         for trainable, before, version in sums:
             now = trainable.parameter.grad
             if now is before and now._version == version:
@@ -54,6 +64,19 @@ class Untouched:
                 raise sum_changed(trainable.name)
             zeroed += 1
         return 0 < zeroed == len(sums)
+
+    def check_moved(self) -> None:
+        """Refuse sums that were changed by ``data``: clipped one by one, say.
+
+        Raises:
+            UsageError: names the parameter.
+        """
+        found, self._moved = self._moved, []
+        if not found or not torch.cat([moved for _, moved in found]).any():
+            return
+        raise sum_changed(
+            next(n for names, moved in found for n, m in zip(names, moved, strict=True) if m)
+        )
 
     def note_averages(self) -> None:
         """Remember the gradients: they are averages with momentum."""
@@ -77,6 +100,7 @@ class Untouched:
     def forget(self) -> None:
         """Let all change: the update is done."""
         self._sums, self._averages, self._largest = [], [], None
+        self._moved = []
 
     def _present(self) -> list[tuple[NamedParameter, torch.Tensor, int]]:
         with_gradient = ((t, t.parameter.grad) for t in self._trainables)
@@ -87,3 +111,9 @@ class Untouched:
         looked at from the second update on."""
         gradients = (gradient for _, gradient, _ in self._averages)
         return largest_values(map(stored, gradients))
+
+
+def _rows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The largest value of the first row of each: enough to see that all were scaled."""
+    values = map(stored, gradients)
+    return largest_values(g[:1] if g.dim() else g for g in values)
