@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -38,6 +39,26 @@ def types_in_step(folder: Path) -> set[torch.dtype]:
 
 def test_a_training_step_that_calls_no_forward_runs_in_autocast(two: Ranks, tmp_path: Path) -> None:
     assert two.run(types_in_step, tmp_path) == [{torch.bfloat16}] * 2
+
+
+def notes_of(step: str, folder: Path) -> list[str]:
+    def calls(self: Any, batch: Any, index: int) -> Any:
+        return mse_loss(self(batch[0]), batch[1])
+
+    other = {"validation_step": "training_step", "training_step": "validation_step"}[step]
+    try:
+        trained(Given({"precision": "half_weights"}, folder), methods={other: calls}, max_epochs=1)
+    except RuntimeError as error:
+        return error.__notes__
+    return []
+
+
+@pytest.mark.parametrize("step", ["training_step", "validation_step"])
+def test_a_step_that_calls_parts_of_a_module_with_16_bit_weights_is_explained(
+    two: Ranks, step: str, tmp_path: Path
+) -> None:
+    for (note,) in two.run(notes_of, step, tmp_path):
+        assert f"{step}() calls self(...)" in note
 
 
 class Scored(nn.Module):

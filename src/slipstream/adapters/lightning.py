@@ -151,7 +151,8 @@ class SessionStrategy(DDPStrategy):
         precision = self.session.strategy.precision
         if precision is not None and precision.kind == "half_weights":
             # Its hooks cast inputs: those of forward(), not the targets of a step.
-            return super().training_step(*arguments, **named)
+            with self._explaining_types("training_step"):
+                return super().training_step(*arguments, **named)
         with self.precision_plugin.train_step_context():
             wrapped = vars(self._module).get("forward")
             if isinstance(wrapped, WrappedForward):  # Lightning would put the step in place of it
@@ -206,8 +207,27 @@ class SessionStrategy(DDPStrategy):
         if self.session is not None:
             self._evaluation.enter_context(self.session.evaluating())
 
+    def validation_step(self, *arguments: Any, **named: Any) -> Any:
+        with self._explaining_types("validation_step"):
+            return super().validation_step(*arguments, **named)
+
     def on_validation_end(self) -> None:
         self._evaluation.close()
+
+    @contextmanager
+    def _explaining_types(self, step: str) -> Iterator[None]:
+        """Say what casts inputs for 16-bit weights, where torch refuses theirs."""
+        try:
+            yield
+        except RuntimeError as error:
+            precision = None if self.session is None else self.session.strategy.precision
+            half = precision is not None and precision.kind == "half_weights"
+            if half and "type" in str(error):
+                error.add_note(
+                    f"under precision: half_weights {step}() calls self(...), whose inputs are "
+                    "cast, not parts of the module"
+                )
+            raise
 
     # Checkpoints, which all ranks take part in.
 
