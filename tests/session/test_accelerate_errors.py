@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import slipstream
 from slipstream.errors import MismatchError, ModelError, SlipstreamError, StrategyError, UsageError
-from tests.harness.ranks import Ranks
+from tests.harness.ranks import PerRank, Ranks
 from tests.session.training import accelerate_and_close, sgd
 
 Case = tuple[Callable[[], object], type[SlipstreamError], list[str]]
@@ -460,6 +462,21 @@ def test_the_folder_of_a_trace_may_differ_for_the_first_rank_alone_writes(
     two: Ranks, tmp_path: Path
 ) -> None:
     assert two.run(traced_elsewhere, str(tmp_path)) == [["trace.json"], []]
+
+
+def in_common(model: nn.Module, *, copies: bool) -> None:
+    """Accelerate a model of which the ranks have got the memory, or a copy of it."""
+    accelerate_and_close(copy.deepcopy(model) if copies else model.share_memory())
+
+
+def test_a_model_in_memory_that_ranks_have_in_common_is_refused(two: Ranks) -> None:
+    model = small()
+    errors = two.fail(partial(in_common, copies=False), model)
+    for error in errors.values():
+        assert isinstance(error, ModelError)
+        assert "parameter 0.weight lies in memory that ranks 0, 1 have in common" in str(error)
+    two.run(partial(in_common, copies=True), model)
+    two.run(partial(in_common, copies=False), PerRank(small(), small()))  # each its own
 
 
 # What works, but is most often a mistake.
