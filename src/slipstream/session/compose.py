@@ -91,6 +91,8 @@ def compose(
         # First, so that installing is watched, and closed last, when all that communicates is done.
         given = _given(model, optimizer, strategy, cluster, control, handles)
         recorder, dims = given.recorder, given.dims
+        if control is not None:
+            check_own_memory(model, control)
         # Changes the shapes of parameters: before all that looks at them.
         whole = _model_parallel(given)
         # Before all that exchanges parameters while the optimizer steps: it works outside.
