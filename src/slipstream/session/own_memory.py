@@ -38,7 +38,10 @@ def check_own_memory(model: nn.Module, control: dist.ProcessGroup) -> None:
 
 
 def _place(tensor: torch.Tensor) -> tuple[str, str, str, int] | None:
-    """The machine, the file and the byte in it where the tensor begins, as Linux maps it."""
+    """The machine, the file and the byte in it where the tensor begins, as Linux maps it; None: the
+    system does not tell."""
+    if not Path("/proc/self/maps").exists():
+        return None
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, _, offset, device, inode, *_ = line.split()
