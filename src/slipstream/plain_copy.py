@@ -6,8 +6,8 @@
 attribute of one module or one tensor decides for all four, and no class is patched. A module still
 answers by the methods of its own class, but these find its attributes without what was attached.
 Hooks and overrides of others stay, and are copied as torch does. ``torch.jit.script``, which
-compiles hooks, asks in the same way; it could be given a copy, but of a layer it would put that
-into the model.
+compiles hooks of forward, asks in the same way; it could be given a copy, but of a layer it would
+put that into the model.
 """
 
 from __future__ import annotations
@@ -73,6 +73,9 @@ class _Unscripted(Attached):
         )
 
 
+_UNSCRIPTED = _Unscripted()
+
+
 def attach(
     register: Callable[..., RemovableHandle], hook: Callable[..., Any], **options: Any
 ) -> Callable[[], None]:
@@ -94,7 +97,7 @@ def attach(
     """
     module: nn.Module = register.__self__  # type: ignore[attr-defined]
     handle = register(_Hook(hook), **options)
-    copy_plainly(module)
+    copy_plainly(module, scripts="state_dict" in register.__name__)
 
     def remove() -> None:
         handle.remove()
@@ -103,15 +106,20 @@ def attach(
     return remove
 
 
-def copy_plainly(module: nn.Module) -> None:
-    """Copies of ``module`` go without what is attached to it; call it after attaching."""
+def copy_plainly(module: nn.Module, *, scripts: bool = False) -> None:
+    """Copies of ``module`` go without what is attached to it; call it after attaching.
+
+    Args:
+        module: to which something was attached.
+        scripts: whether ``torch.jit.script`` can compile what that was, or leaves it alone.
+    """
     if isinstance(module, torch.jit.ScriptModule):
         return  # copied by its own engine, which knows nothing of attributes and hooks set later
     for method in _METHODS:
         if hasattr(module, method) and not isinstance(vars(module).get(method), _Copier):
             vars(module)[method] = _Copier(module, method)
-    if not hasattr(module, _SCRIPTED):
-        vars(module)[_SCRIPTED] = _Unscripted()
+    if not (scripts or hasattr(module, _SCRIPTED)):
+        vars(module)[_SCRIPTED] = _UNSCRIPTED
 
 
 def detached(module: nn.Module) -> None:
@@ -124,7 +132,7 @@ def detached(module: nn.Module) -> None:
         copier = here.get(method)
         if isinstance(copier, _Copier):
             _put(here, method, copier.replaced)
-    if isinstance(here.get(_SCRIPTED), _Unscripted):
+    if here.get(_SCRIPTED) is _UNSCRIPTED:
         del here[_SCRIPTED]
 
 

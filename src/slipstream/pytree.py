@@ -24,7 +24,7 @@ LEAVES = (torch.Tensor, bool, int, float, str, bytes, type(None))
 def mapped(
     value: Any,
     change: Callable[[Any], Any],
-    kind: type = torch.Tensor,
+    kind: type | tuple[type, ...] = torch.Tensor,
     copies: dict[int, Any] | None = None,
     others: Callable[[Any], Any] | None = None,
 ) -> Any:
@@ -37,7 +37,7 @@ def mapped(
     Args:
         value: any object.
         change: called with each instance of ``kind``.
-        kind: the class to look for.
+        kind: the class to look for, or several.
         copies: copies made so far by the id of their original; for the recursion.
         others: called with each object that is none of these, and each dataclass in which nothing
             changes; what it returns takes their place. None: they stay.

@@ -582,6 +582,8 @@ def trained_on(folder: Path, stop: int, look: str) -> list[list[int]]:
             if look == "before a pass":
                 len(next(iter(session.loader)))
             for batch in session.loader:
+                if look == "before backward":
+                    next(iter(session.loader))
                 session.backward(session.model(words(session.updates)).square().mean())
                 session.step()
                 found.append(batch.tolist())
@@ -596,11 +598,20 @@ def trained_on(folder: Path, stop: int, look: str) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("look", ["before a pass", "within it", "at all of one"])
+@pytest.mark.parametrize("look", ["before a pass", "before backward", "within it", "at all of one"])
 def test_a_look_at_batches_does_not_move_the_place(look: str, tmp_path: Path) -> None:
     whole = trained_on(tmp_path / "whole", 99, look)
     first = trained_on(tmp_path / "parted", 4, look)
     assert first + trained_on(tmp_path / "parted", 99, look) == whole
+
+
+def test_a_look_before_the_first_update_moves_no_place_that_was_restored(tmp_path: Path) -> None:
+    trained_on(tmp_path, 4, "")
+    with opened({}, DataLoader(range(12), 2, shuffle=True)) as session:  # type: ignore[arg-type]
+        Checkpoints(tmp_path).restore(session)
+        before = session.state_dict()["data"]
+        next(iter(session.loader))
+        assert session.state_dict()["data"] == before
 
 
 def test_a_look_at_a_loader_that_keeps_its_place_does_not_move_it(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import slipstream
@@ -314,7 +315,19 @@ def test_no_false_alarm(three, strategy):
     assert three.run(trains_well, STRATEGIES[strategy], updates) == [updates // accumulate] * 3
 
 
-def deals_its_work_out(kind: type[Dealt | Sliced]) -> int:
+class OfTheFirst(torch.optim.SGD):
+    """Keeps the state of all parameters on rank 0, and nothing on others."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            rows = len(p) if dist.get_rank() == 0 else 0
+            kept = self.state[p].setdefault("momentum", torch.zeros(rows, *p.shape[1:]))
+            kept.add_(p.grad if rows else 0.0)
+            p.sub_(p.grad, alpha=0.1)
+
+
+def deals_its_work_out(kind: type[Dealt | Sliced | OfTheFirst]) -> int:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3))
     strategy = {"checks": {"every": 2}}
@@ -323,7 +336,7 @@ def deals_its_work_out(kind: type[Dealt | Sliced]) -> int:
         return int(session.updates)
 
 
-@pytest.mark.parametrize("kind", [Dealt, Sliced])
+@pytest.mark.parametrize("kind", [Dealt, Sliced, OfTheFirst])
 def test_an_optimizer_that_deals_its_work_out_raises_no_alarm(three, kind):
     assert three.run(deals_its_work_out, kind) == [4, 4, 4]
 

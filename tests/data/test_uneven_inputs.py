@@ -538,4 +538,8 @@ def test_ranks_that_train_on_the_same_data_are_warned_of_once(three: Ranks) -> N
 def test_batches_that_differ_or_cannot_be_compared_are_no_reason_to_warn(three: Ranks) -> None:
     assert three.run(warned_of, PerRank(*[torch.tensor([float(i)]) for i in range(3)])) == [[]] * 3
     assert three.run(warned_of, ["a", 1]) == [[]] * 3  # no tensors
+    labels = [(text, torch.zeros(2)) for text in "abc"]
+    assert three.run(warned_of, PerRank(*labels)) == [[]] * 3
+    assert three.run(warned_of, (object(), torch.zeros(2))) == [[]] * 3  # may differ unseen
+    assert three.run(warned_of, torch.zeros(0, 3)) == [[]] * 3
     assert three.run(warned_of, torch.eye(3).to_sparse()) == [[]] * 3

@@ -487,6 +487,12 @@ def test_a_model_in_memory_that_ranks_have_in_common_is_refused(two: Ranks) -> N
         assert "parameter 0.weight lies in memory that ranks 0, 1 have in common" in str(error)
     two.run(partial(in_common, copies=True), model)
     two.run(partial(in_common, copies=False), PerRank(small(), small()))  # each its own
+    two.run(with_a_head, model.requires_grad_(False))
+
+
+def with_a_head(base: nn.Module) -> None:
+    """Accelerate a frozen model that ranks have in common, with layers of each rank behind it."""
+    accelerate_and_close(nn.Sequential(base.share_memory(), nn.Linear(2, 2)))
 
 
 # What works, but is most often a mistake.

@@ -1007,6 +1007,34 @@ def moved_and_back(moves: int) -> int:
         return int(session.updates)
 
 
+def no_update_by_hand(how: str) -> int:
+    """Passes before the first update of a script that measures; the warnings of it."""
+    model, teacher = model_of(), model_of().requires_grad_(how != "a teacher that follows")
+    both = nn.ModuleList([model, teacher])
+    session = slipstream.accelerate(both, SGD(model.parameters(), lr=0.1))
+    if how == "not a number":
+        torch.nn.init.constant_(teacher[0].weight, torch.nan)
+    with warnings.catch_warnings(record=True) as seen, session, torch.no_grad():
+        warnings.simplefilter("always")
+        for batch in batches(IN_A_ROW + 2):
+            before = [p.clone() for p in model.parameters()]
+            for p in model.parameters() if how == "sharpness" else ():
+                p.add_(0.1 * torch.rand_like(p))
+            with torch.enable_grad():
+                session.backward(loss_of(model, batch[0]))
+            for p, values in zip(model.parameters(), before, strict=True):
+                p.copy_(values)
+            for p in teacher.parameters() if how == "a teacher that follows" else ():
+                p.mul_(0.99)
+            both.zero_grad()
+        return sum("updates by hand" in str(w.message) for w in seen)
+
+
+@pytest.mark.parametrize("how", ["sharpness", "a teacher that follows", "not a number"])
+def test_what_is_no_update_by_hand(how: str) -> None:
+    assert no_update_by_hand(how) == 0
+
+
 def test_weights_that_move_before_an_update_are_no_update_by_hand(two: Ranks) -> None:
     assert two.run(moved_and_back, 3) == [IN_A_ROW, IN_A_ROW]
 
@@ -1045,6 +1073,40 @@ def test_a_loss_of_another_session_may_run_through_a_model(two: Ranks, how: str)
     for said, found in two.run(generators_loss, accumulate, how):
         assert said == []
         torch.testing.assert_close(found, plain(windows), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", ["a loss of the script", "a look", "zeroed in place"])
+def test_what_no_loss_of_another_session_has_added(how: str) -> None:
+    critic, generator = model_of(), nn.Linear(5, 5).double()
+    strategy = {"gradients": {"accumulate": 1 if how == "zeroed in place" else 2}}
+    of = [
+        slipstream.accelerate(m, SGD(m.parameters(), lr=0.1), None, strategy)
+        for m in (critic, generator)
+    ]
+    x = next(iter(batches()))[0]
+    with warnings.catch_warnings(record=True) as seen, of[0], of[1]:
+        warnings.simplefilter("always")
+        if how == "a look":
+            with of[0].no_sync():
+                of[0].backward(loss_of(critic, x))
+            critic.zero_grad()
+        else:
+            of[0].backward(loss_of(critic, x))
+            of[0].step()
+        with of[0].no_sync():
+            through = how != "a loss of the script"
+            if not through:
+                loss_of(critic, x).backward()
+            made = generator(x)
+            of[1].backward(loss_of(critic, made) if through else made.square().mean())
+            of[1].step()
+            if how == "zeroed in place":
+                critic.zero_grad(set_to_none=False)
+        if how == "a look":
+            critic.zero_grad()
+        of[0].backward(loss_of(critic, x))
+        of[0].step()
+    assert [str(w.message) for w in seen if "another session" in str(w.message)] == []
 
 
 def test_what_a_loss_of_another_session_leaves_is_told(two: Ranks) -> None:

@@ -302,7 +302,8 @@ class Accelerator(accelerate.Accelerator):
                 raise ModelError(
                     f"prepare() got several models, of which the optimizer does not step the "
                     f"{type(model).__name__}: freeze one that is not trained, "
-                    "teacher.requires_grad_(False); for one with an optimizer of its own call "
+                    "teacher.requires_grad_(False), then accelerator.free_memory() and "
+                    "prepare() again; for one with an optimizer of its own call "
                     "slipstream.accelerate() in a loop of your own"
                 )
         return nn.ModuleList(self._to_train)

@@ -61,7 +61,7 @@ def open_session(
                 "copy of the model's outermost module, without it: leave one of them out, or let "
                 f"{framework} choose the precision"
             )
-        if wanted.precision is not None and isinstance(model, nn.ModuleList):
+        if wanted.precision is not None and type(model) is nn.ModuleList:
             raise UsageError(
                 "precision in the strategy with several models, which the script calls one by one: "
                 f"leave it out, and let {framework} choose the precision: mixed_precision='bf16'"

@@ -180,7 +180,8 @@ def _warn_of_spawned_ranks() -> None:
             "this process trains alone: it was started by multiprocessing, with MASTER_ADDR and "
             "without RANK and WORLD_SIZE; where mp.spawn starts the ranks, call "
             'dist.init_process_group("gloo", rank=rank, world_size=ranks) before '
-            "slipstream.data_share() and accelerate()",
+            "slipstream.data_share() and accelerate(); where it is to train alone, "
+            "unset MASTER_ADDR",
             stacklevel=4,
         )
 

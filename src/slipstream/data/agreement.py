@@ -221,8 +221,10 @@ class Agreement:
         if same and not self._rank:
             warnings.warn(
                 f"ranks {', '.join(same)} got the same first batch, bit for bit: they train on the "
-                "same data, as one rank alone would. Give each its share: rank, ranks = "
-                "slipstream.data_share(), DataLoader(dataset, ..., sampler=DistributedSampler("
-                "dataset, num_replicas=ranks, rank=rank)), without shuffle=True",
+                "same data, as one rank alone would. Unless that is meant (fewer samples than "
+                "ranks; a script that takes its part of each batch itself), give each its share: "
+                "rank, ranks = slipstream.data_share(), DataLoader(dataset, ..., "
+                "sampler=DistributedSampler(dataset, num_replicas=ranks, rank=rank)), without "
+                "shuffle=True",
                 stacklevel=7,  # the loop of the script
             )

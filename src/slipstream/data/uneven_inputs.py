@@ -22,6 +22,7 @@ from threading import current_thread
 from types import FunctionType
 from typing import Any, NoReturn, Protocol, TypeGuard, runtime_checkable
 from weakref import ref
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -109,7 +110,7 @@ class UnevenInputLoader(LoaderAround):
         self._agreement: Agreement | None = None
         self._broken: DataError | None = None
         # weak: a pass left by ``break`` is over
-        self._pass: ref[_Pass] | None = None  # that was asked last
+        self._asked: list[ref[_Pass]] = []  # in the order of their last batches
         self._trained: ref[_Pass] | None = None  # of which a batch was trained on last
         # what the next pass goes on with:
         self._position: Mapping[str, Any] | None = None
@@ -164,15 +165,20 @@ class UnevenInputLoader(LoaderAround):
     def _present(self) -> _Pass | None:
         """The pass that is under way; of several, the one that was trained on last, or else asked:
         a script may look at batches beside its training."""
-        found = (known() for known in (self._trained, self._pass) if known is not None)
+        known = (self._trained, *reversed(self._asked))
+        found = (one() for one in known if one is not None)
         return next((one for one in found if one is not None and not one.is_over), None)
+
+    def _note_asked(self, asked: _Pass) -> None:
+        others = (one for one in self._asked if one() is not None and one() is not asked)
+        self._asked = [*others, ref(asked)]
 
     def draw_with(self, states: pass_random.RandomStates) -> None:
         """Let the next pass draw its order as one that began so, which it goes on with."""
         if self._followed is not None:
             self._followed.draw_with(states)
         else:
-            self._draw, self._pass, self._trained = states, None, None
+            self._draw, self._asked, self._trained = states, [], None
 
     def position(self) -> dict[str, Any]:
         """The place in the present pass, or where the next one goes on: the loader's own state, or
@@ -180,6 +186,8 @@ class UnevenInputLoader(LoaderAround):
         if self._followed is not None:
             return self._followed.position()
         present = self._present
+        if present is None and self._unused is not None:  # the script has looked, and not trained
+            return dict(self._unused[0])
         steps, over = self._skip, self._over
         if present is not None:
             steps, over = present.steps, present.epoch
@@ -211,7 +219,7 @@ class UnevenInputLoader(LoaderAround):
         else:
             return False
         self._position = position
-        self._pass = self._trained = self._unused = None  # until it is asked again
+        self._asked, self._trained, self._unused = [], None, None  # until it is asked again
         return True
 
     @staticmethod
@@ -240,10 +248,11 @@ class UnevenInputLoader(LoaderAround):
         return self._ranks if self._agreement is None else self._agreement.use()
 
     def note_training(self) -> None:
-        """Note that the batch that was given last is trained on."""
+        """Note that the last batch of a pass that is still there is trained on."""
         if self._followed is not None:
             self._followed.note_training()
-        self._trained, self._unused = self._pass, None
+        living = [one for one in self._asked if one() is not None]
+        self._trained, self._unused = living[-1] if living else None, None
 
     def has_batch(self, rank: int) -> bool:
         """Whether a rank has a batch of its own in the present step, which is known after
@@ -366,7 +375,7 @@ class _Pass(Iterator[Any]):
             self._length = certain_length(loader._loader)
         else:  # whatever was restored meanwhile
             loader._begin_anew()
-        loader._pass = ref(self)
+        loader._note_asked(self)
         if loader._group is None:  # alone, or detached meanwhile
             self._agreement = None
         if self._agreement is not None:
@@ -494,10 +503,25 @@ class _Pass(Iterator[Any]):
 
 
 def _content_of(batch: Any) -> int:
-    """A checksum of the tensors of a batch; 0 where there are none, or of a kind without one."""
+    """A checksum of a batch; 0 where it has no tensors, or anything that may differ unseen."""
+    found: list[Any] = []
+
+    def see(value: Any) -> Any:
+        found.append(value)
+        return value
+
+    def other(value: Any) -> Any:
+        if not is_dataclass(value):
+            raise TypeError
+        return value
+
     try:
-        return checksum(batch)
-    except Exception:  # sparse and nested ones, say, and containers of the user's
+        mapped(batch, see, kind=LEAVES, others=other)
+        values = [value for value in found if isinstance(value, torch.Tensor)]
+        rest = [value for value in found if not isinstance(value, torch.Tensor)]
+        full = any(value.numel() for value in values)
+        return crc32(repr(rest).encode(), checksum(values)) if full else 0
+    except Exception:  # sparse and nested tensors, arrays, and objects of the user's
         return 0
 
 

@@ -55,21 +55,27 @@ def _add(value: Any, seen: set[int], found: list[Any]) -> None:
         found.append((type(value), value))
     elif id(value) not in seen:
         seen.add(id(value))
-        if isinstance(value, dict):
-            for key, each in value.items():
-                found.append(str(key))
-                _add(each, seen, found)
-        elif isinstance(value, list | tuple | set | frozenset):
+        if isinstance(value, list | tuple | set | frozenset):
             for each in value:
                 _add(each, seen, found)
         elif not isinstance(value, torch.Tensor | nn.Module):
-            found.append(id(value))
-            _add(vars(type(value)) if isinstance(value, type) else _fields(value), seen, found)
+            if not isinstance(value, dict):
+                found.append(id(value))
+            for key, each in _fields(value).items():
+                found.append(str(key))
+                _add(each, seen, found)
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """Attributes of an object of the user's, and of its class."""
+    """Entries of a dict; attributes of an object of the user's, and of its class. No id of what is
+    returned may be kept: another dict may have it next."""
+    if isinstance(value, dict):
+        return value
     kind = type(value)
-    if not hasattr(value, "__dict__") or kind.__module__.partition(".")[0] in ("torch", "builtins"):
+    if (
+        isinstance(value, type)
+        or not hasattr(value, "__dict__")
+        or kind.__module__.partition(".")[0] in ("torch", "builtins")
+    ):
         return {}
     return {**{k: v for k, v in vars(kind).items() if isinstance(v, _PLAIN)}, **vars(value)}

@@ -49,6 +49,7 @@ from slipstream.gradients.messages import (
     gradient_repeated,
     gradient_taken,
     out_of_step,
+    sum_changed,
     unfrozen,
 )
 from slipstream.gradients.ready_order import Observer, ReadyOrder
@@ -246,6 +247,7 @@ class Engine(GradientEngine):
 
         Raises:
             ExchangeError: an exchange failed; names rank, step, segment and parameters.
+            UsageError: the script has changed sums of a window by their ``data``.
         """
         backward = self._backward
         assert backward is not None
@@ -293,10 +295,12 @@ class Engine(GradientEngine):
         self.overflowed = False
         self._found.clear()
         self._channel.wait()
-        self._untouched.check_moved()
+        moved = self._untouched.moved()
         self.nonfinite = bool(self._found) and bool(torch.stack(self._found).any())
         if self._any_rank(self.overflowed or self.nonfinite):
             self.overflowed, self.nonfinite = not backward.looks, backward.looks
+        if moved is not None:  # behind all that ranks do together
+            raise sum_changed(moved)
         if backward.sampled is not None:
             backward.sampled.averages()
         self._unsettled = True

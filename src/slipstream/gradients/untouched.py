@@ -1,6 +1,7 @@
 """Gradients that a script must leave alone between two calls of the engine.
 
-They are remembered with their versions, which torch counts up where a tensor is changed in place.
+They are remembered with their versions, which torch counts up where a tensor is changed in place,
+and some of them by a row, which shows where a script changes their ``data``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from slipstream.gradients.messages import average_changed, sum_changed
 from slipstream.gradients.momentum import largest_values
 from slipstream.gradients.segments import NamedParameter
 
+SAMPLES, VALUES = 64, 4096
+"""Gradients, and values of each, that are looked at: a script that clips does so with many."""
+
 
 class Untouched:
     """Sums of a window that is open, and averages in which a codec has put momentum.
@@ -25,7 +29,7 @@ class Untouched:
     def __init__(self, trainables: Sequence[NamedParameter]) -> None:
         self._trainables = trainables
         self._sums: list[tuple[NamedParameter, torch.Tensor, int]] = []
-        self._rows = torch.empty(0)  # largest values of a row of each of these
+        self._rows = torch.empty(0)  # largest values of a row of some of these
         self._moved: list[tuple[list[str], torch.Tensor]] = []  # which have changed by ``data``
         self._averages: list[tuple[NamedParameter, torch.Tensor, int]] = []
         self._largest: torch.Tensor | None = None  # values of these
@@ -34,7 +38,7 @@ class Untouched:
     def note_sums(self) -> None:
         """Remember the gradients: they are sums of this rank."""
         self._sums = self._present()
-        self._rows = _rows(gradient for _, gradient, _ in self._sums)
+        self._rows = _rows(_some(self._sums))
 
     def forget_sums(self) -> None:
         """Let them change: they came outside of a backward pass of the session."""
@@ -43,7 +47,7 @@ class Untouched:
     def check_sums(self) -> bool:
         """Refuse sums that were changed inside a window: clipped, say, by a norm that is another
         one on each rank; return whether they were zeroed instead, all of them. What was changed
-        by ``data``, which torch does not count, `check_moved` refuses.
+        by ``data``, which torch does not count, `moved` tells later.
 
         Raises:
             UsageError: names the parameter.
@@ -51,10 +55,10 @@ class Untouched:
         sums, self._sums = self._sums, []
         zeroed = 0
         if sums and all(t.parameter.grad is g and g._version == v for t, g, v in sums):
-            rows = _rows(gradient for _, gradient, _ in sums)
+            rows = _rows(_some(sums))
             # without a look, for which a device would wait
             moved = rows.ne(self._rows) & rows.ne(0)
-            self._moved.append(([t.name for t, _, _ in sums], moved))
+            self._moved.append(([t.name for t, _, _ in _some(sums)], moved))
             return False
         for trainable, before, version in sums:
             now = trainable.parameter.grad
@@ -65,18 +69,12 @@ class Untouched:
             zeroed += 1
         return 0 < zeroed == len(sums)
 
-    def check_moved(self) -> None:
-        """Refuse sums that were changed by ``data``: clipped one by one, say.
-
-        Raises:
-            UsageError: names the parameter.
-        """
+    def moved(self) -> str | None:
+        """Name a parameter whose sums were changed by ``data``: clipped one by one, say."""
         found, self._moved = self._moved, []
         if not found or not torch.cat([moved for _, moved in found]).any():
-            return
-        raise sum_changed(
-            next(n for names, moved in found for n, m in zip(names, moved, strict=True) if m)
-        )
+            return None
+        return next(n for names, moved in found for n, m in zip(names, moved, strict=True) if m)
 
     def note_averages(self) -> None:
         """Remember the gradients: they are averages with momentum."""
@@ -113,7 +111,13 @@ class Untouched:
         return largest_values(map(stored, gradients))
 
 
-def _rows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The largest value of the first row of each: enough to see that all were scaled."""
-    values = map(stored, gradients)
-    return largest_values(g[:1] if g.dim() else g for g in values)
+def _some(
+    sums: Sequence[tuple[NamedParameter, torch.Tensor, int]],
+) -> Sequence[tuple[NamedParameter, torch.Tensor, int]]:
+    return sums[:: -(-len(sums) // SAMPLES) or 1]
+
+
+def _rows(sums: Iterable[tuple[NamedParameter, torch.Tensor, int]]) -> torch.Tensor:
+    """The largest value in the first row of each: enough to see that it was scaled."""
+    values = (stored(gradient) for _, gradient, _ in sums)
+    return largest_values(g[:1].flatten()[:VALUES] if g.dim() else g for g in values)

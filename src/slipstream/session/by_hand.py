@@ -21,35 +21,42 @@ class UpdatesByHand:
     """Counts updates that a script has made itself.
 
     Args:
-        parameters: of the model.
+        parameters: that this rank trains.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._rows: list[torch.Tensor] = []
+        self._left: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = []  # by backward
         self._count: int | None = 0  # None: an optimizer has stepped
 
     def note(self) -> None:
         """Look at parameters, of which backward has just left the gradients."""
         if self._count is not None:
-            self._rows = [_row(p).clone() for p in self._parameters]
+            present = ((p, p.grad) for p in self._parameters)
+            dense = ((p, g) for p, g in present if g is not None and g.layout == torch.strided)
+            self._left = [(p, _row(p).clone(), _row(g).clone()) for p, g in dense]
 
     def stepped(self) -> None:
         """Look no more: an optimizer has stepped."""
-        self._rows, self._count = [], None
+        self._left, self._count = [], None
 
-    @property
-    def found(self) -> bool:
-        """Whether this is the time to say that updates are made by hand; asked once where the
-        script has zeroed gradients that no optimizer has used."""
-        if self._count is None or not self._rows:
+    def count(self) -> bool:
+        """Look where the script has zeroed gradients that no optimizer has used; whether this is
+        the time to say that updates are made by hand.
+
+        Only a descent is one: weights are also moved by noise, say, or up the gradients, and back.
+        """
+        if self._count is None or not self._left:
             return False
-        pairs = zip(self._rows, map(_row, self._parameters), strict=True)
-        changed = not all(torch.equal(before, now) for before, now in pairs)
-        self._count = self._count + 1 if changed else 0
+        moves = [_along(_row(p) - before, gradient) for p, before, gradient in self._left]
+        self._count = self._count + 1 if torch.stack(moves).sum() < 0 else 0
         return self._count == IN_A_ROW
 
 
-def _row(parameter: nn.Parameter) -> torch.Tensor:
-    values = parameter.detach()
-    return values[:1] if values.dim() else values
+def _row(values: torch.Tensor) -> torch.Tensor:
+    return values.detach()[:1] if values.dim() else values.detach()
+
+
+def _along(move: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """How far a move goes along a gradient."""
+    return (move * gradient.conj()).real.sum(dtype=torch.float64).cpu()

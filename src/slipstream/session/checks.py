@@ -61,7 +61,8 @@ def check_model(model: nn.Module) -> None:
                 f"module {path or '(the model)'} is wrapped in FullyShardedDataParallel, which "
                 "splits parameters and averages gradients itself; pass the plain module"
             )
-    if ignored := [*getattr(model, "_ddp_params_and_buffers_to_ignore", ())]:
+    left = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ())}
+    if ignored := [n for n, p in model.named_parameters() if n in left and p.requires_grad]:
         raise ModelError(
             f"DistributedDataParallel was told to leave {ignored[0]} alone, which a session would "
             "average, and broadcast from the first rank; pass a module without what each rank has "

@@ -100,8 +100,6 @@ def compose(
         handles.defer(step_hooks.close)
         # Before precision: ranks start from values that are not rounded yet.
         groups = exchange_groups(given)
-        if control is not None:
-            check_own_memory(model, control)
         if groups:
             broadcast.broadcast(whole.local_tensors, groups[0])
         agree_on_optimizer(given)

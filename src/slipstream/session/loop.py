@@ -63,7 +63,8 @@ class TrainingLoop:
     Attributes:
         engine: averages the gradients.
         steps: updates so far.
-        skipped: updates that were skipped because of gradients that were not finite.
+        skipped: updates that were skipped, because of gradients that were not finite or that the
+            script has zeroed.
         backwards: backward passes so far.
     """
 
@@ -97,7 +98,9 @@ class TrainingLoop:
         self._other_losses = OtherLosses(self.model)
         self._parameters = tuple(self.model.parameters())
         self._zeroing = Zeroing(self.model, self.optimizer)
-        self._by_script = UpdatesByHand(self._parameters)
+        named = self.model.named_parameters()
+        here = [p for name, p in named if p.requires_grad and self.whole.is_local(name)]
+        self._by_script = UpdatesByHand(here)
         # weak: the hooks call back, and a circle would keep the groups of a session that is over
         self._hooks: Callable[[], StepHooks | None] = lambda: None
         self._compared = False  # the first batches of ranks that share the model
@@ -267,7 +270,8 @@ class TrainingLoop:
         self._exchanged = False  # from here on averages may be mixed with gradients of this rank
         self._nonfinite.pass_begins()
         try:
-            run(dummy_batch)
+            with self._other_losses.passing():
+                run(dummy_batch)
             self.tracer.backward_ends()
             began = time.perf_counter()
             self.engine.end()
@@ -289,7 +293,6 @@ class TrainingLoop:
         # what no_sync() has gathered may be thrown away
         self._zeroing.note(in_window=not exchange and not self._local_only)
         self.backwards += 1
-        self._other_losses.passed()
         self.progress.passes += 1
         self._in_no_sync += self._local_only
         if self.backwards == UNUSED * self.window.accumulate > UNUSED:
@@ -322,14 +325,16 @@ class TrainingLoop:
             drop_shards(self._parameters)
         before, self._local_only = self._local_only, True
         self.engine.local_only(True)
-        begun = self._other_losses.begin()
         try:
-            yield
+            with self._other_losses.taken():
+                yield
         finally:
             self._local_only = before
             self.engine.local_only(before)
-        in_window = self.window.accumulate > 1 and self.window.passes and not self._exchanged
-        self._other_losses.note(begun, self._window if in_window else None)
+        # sums of a look that was taken inside no_sync() are thrown away
+        sums = self.window.passes and not (self._exchanged or self._alone)
+        if self.window.accumulate > 1 and sums:
+            self._other_losses.check(self._window)
 
     # Updates.
 
@@ -412,7 +417,7 @@ class TrainingLoop:
         Raises:
             UsageError: where gradients, or what becomes of parameters, would be wrong.
         """
-        if not self._by_script.found:
+        if not self._by_script.count():
             return
         error = messages.updated_by_hand()
         owes = self._owes and self.dims.control is not None
@@ -553,6 +558,7 @@ class TrainingLoop:
         if self.local is not None:
             self._collectives = collectives_so_far()
         self._by_hand, self._by_own = None, False  # also of a step before that has raised
+        self._collectives_before = None
         if self._updating:
             return
         self._must_be_whole()

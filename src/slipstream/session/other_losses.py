@@ -7,11 +7,15 @@ add gradients there, which nobody means to keep.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
+from weakref import WeakSet
 
 from torch import nn
 
 from slipstream.session import messages
+from slipstream.session.zeroing import is_zero
 
 Marks = dict[nn.Parameter, tuple[int, int]]
 """By parameter, which gradient is there, and its version."""
@@ -24,57 +28,60 @@ class OtherLosses:
         model: of this session.
     """
 
-    _passes: ClassVar = 0
-    """Backward passes of all sessions in this process."""
+    _open: ClassVar[WeakSet[OtherLosses]] = WeakSet()
+    """Those of sessions that are inside ``no_sync()``."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._parameters = tuple(model.parameters())
-        self._own = 0
         self._added: Marks = {}
         self._warned = False
 
-    def passed(self) -> None:
-        """Count a backward pass of this session."""
-        self._own += 1
-        OtherLosses._passes += 1
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Inside, passes of other sessions may add gradients to this model."""
+        OtherLosses._open.add(self)
+        try:
+            yield
+        finally:
+            OtherLosses._open.discard(self)
 
-    def begin(self) -> tuple[int, int, Marks]:
-        """Look at what is there where ``no_sync()`` begins."""
-        return self._own, OtherLosses._passes, self._marks()
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Inside, a backward pass of this session runs, which others note."""
+        others = [(other, other._marks()) for other in OtherLosses._open if other is not self]
+        yield
+        for other, before in others:
+            added = {p: mark for p, mark in other._marks().items() if before.get(p) != mark}
+            other._added |= added
 
-    def note(self, begun: tuple[int, int, Marks], window: str | None) -> None:
-        """Note what has come since ``begin``, if not by a pass of this session.
+    def check(self, window: str) -> None:
+        """Refuse what was added to the sums of an accumulation window, which nobody can zero.
 
         Args:
-            begun: what that returned.
-            window: the accumulation window that is open, in words; None: none is.
+            window: in words.
 
         Raises:
-            UsageError: a window is open, to whose sums it was added, which nobody can zero.
+            UsageError: something was.
         """
-        own, passes, before = begun
-        if own != self._own or passes == OtherLosses._passes:
-            return
-        self._added = {p: mark for p, mark in self._marks().items() if before.get(p) != mark}
-        if self._added and window is not None:
-            raise messages.others_in_window(self._name(), window)
+        if kept := self._kept():
+            raise messages.others_in_window(kept, window)
 
     def warn_if_kept(self, stacklevel: int) -> None:
         """Warn, once, where a pass of this session is about to add to what is still there."""
-        if not self._added:
-            return
-        now = self._marks()
-        self._added = {p: mark for p, mark in self._added.items() if now.get(p) == mark}
-        if self._added and not self._warned:
+        if (kept := self._kept()) and not self._warned:
             self._warned = True
-            warnings.warn(messages.others_kept(self._name()), stacklevel=stacklevel + 1)
+            warnings.warn(messages.others_kept(kept), stacklevel=stacklevel + 1)
         self._added = {}
+
+    def _kept(self) -> str:
+        """Name a parameter that still has what was added to it."""
+        if not self._added:
+            return ""
+        now = self._marks()
+        kept = {p for p, mark in self._added.items() if now.get(p) == mark and not is_zero(p)}
+        return next((name for name, p in self._model.named_parameters() if p in kept), "")
 
     def _marks(self) -> Marks:
         present = ((p, p.grad) for p in self._parameters)
         return {p: (id(grad), grad._version) for p, grad in present if grad is not None}
-
-    def _name(self) -> str:
-        names = {p: name for name, p in self._model.named_parameters()}
-        return names.get(next(iter(self._added)), "a parameter")

@@ -1,4 +1,4 @@
-"""Refuses parameters in memory that another rank has, too."""
+"""Refuses parameters that train in memory that another rank has, too."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def check_own_memory(model: nn.Module, control: dist.ProcessGroup) -> None:
     Raises:
         ModelError: each rank would update the same values; on all ranks alike.
     """
-    shared = ((n, p) for n, p in model.named_parameters() if p.device.type == "cpu")
-    name, parameter = next(((n, p) for n, p in shared if p.is_shared()), ("", None))
+    trained = ((n, p) for n, p in model.named_parameters() if p.requires_grad)
+    shared = ((n, p) for n, p in trained if p.device.type == "cpu" and p.is_shared())
+    name, parameter = next(shared, ("", None))
     if not any_of(parameter is not None, control):
         return
     own = None if parameter is None else _place(parameter)
@@ -40,12 +41,15 @@ def check_own_memory(model: nn.Module, control: dist.ProcessGroup) -> None:
 def _place(tensor: torch.Tensor) -> tuple[str, str, str, int] | None:
     """The machine, the file and the byte in it where the tensor begins, as Linux maps it; None: the
     system does not tell."""
-    if not Path("/proc/self/maps").exists():
+    boot, maps = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/maps")
+    if not (boot.exists() and maps.exists()):
         return None
-    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, _, offset, device, inode, *_ = line.split()
+    machine = boot.read_text().strip()
+    for line in maps.read_text().splitlines():
+        addresses, permissions, offset, device, inode, *_ = line.split()
         start, end = (int(address, 16) for address in addresses.split("-"))
         if start <= tensor.data_ptr() < end:
+            if permissions[-1] != "s":  # copied where it is written
+                return None
             return machine, device, inode, int(offset, 16) + tensor.data_ptr() - start
     return None

@@ -300,12 +300,16 @@ class Proof:
             if len(found) == 1 or (what == _BUFFERS and None in found):
                 continue
             named = groups.get(what, self._single_settings)()
+            # before they are compared: another rank may have all of what this one has a part of
+            parts = self._parts() if what == _STATE else set[str]()
             single = {
-                name: digest([t]) if isinstance(t, torch.Tensor) else t for name, t in named.items()
+                name: digest([t]) if isinstance(t, torch.Tensor) else t
+                for name, t in named.items()
+                if name not in parts
             }
             details = gather_objects(single, "the digests of single tensors", data)
             if what == _STATE:  # an optimizer may deal its work out to ranks, as Muon's do
-                kept = set.intersection(*map(set, details)) - self._parts()
+                kept = set.intersection(*map(set, details))
                 details = [{name: one[name] for name in one if name in kept} for one in details]
                 if all(one == details[0] for one in details):
                     continue

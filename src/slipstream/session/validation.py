@@ -20,6 +20,7 @@ from slipstream.gradients.checks import check_gradients, gradient_warnings
 from slipstream.gradients.segments import parameters_of
 from slipstream.memory.checks import check_memory
 from slipstream.parallel.checks import check_parallel
+from slipstream.parallel.dims import mesh_of
 from slipstream.precision.model_precision import check_precision, precision_warnings
 from slipstream.session.checks import (
     check_closure,
@@ -92,7 +93,7 @@ def validate(
         fingerprint[f"parameter {name}"] = f"{p.dtype} {tuple(p.shape)}{strides}{frozen}"
     for name, b in model.named_buffers():
         fingerprint[f"buffer {name}"] = f"{b.dtype} {tuple(b.shape)}"
-    drifts = cluster.world_size > 1 and strategy.local is None
+    drifts = mesh_of(strategy.parallel, cluster.world_size).data > 1 and strategy.local is None
     found = (
         *(model_warnings(model) if drifts else ()),
         *gradient_warnings(trainables, strategy.gradients),
