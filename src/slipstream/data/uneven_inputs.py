@@ -186,8 +186,6 @@ class UnevenInputLoader(LoaderAround):
         if self._followed is not None:
             return self._followed.position()
         present = self._present
-        if present is None and self._unused is not None:  # the script has looked, and not trained
-            return dict(self._unused[0])
         steps, over = self._skip, self._over
         if present is not None:
             steps, over = present.steps, present.epoch
@@ -253,6 +251,9 @@ class UnevenInputLoader(LoaderAround):
             self._followed.note_training()
         living = [one for one in self._asked if one() is not None]
         self._trained, self._unused = living[-1] if living else None, None
+        self._asked = living[
+            -1:
+        ]  # others are those that were looked at, until they are asked again
 
     def has_batch(self, rank: int) -> bool:
         """Whether a rank has a batch of its own in the present step, which is known after
@@ -327,8 +328,9 @@ class UnevenInputLoader(LoaderAround):
         trained on: the script has looked at the first one."""
         if self._unused is not None:
             position, draw, lives_on = self._unused
+            asked = self._asked
             self.go_to(position)
-            self._draw, self._lives_on = draw, lives_on
+            self._asked, self._draw, self._lives_on = asked, draw, lives_on
         if self._position is not None:
             self._unused = self._position, self._draw, self._lives_on
 

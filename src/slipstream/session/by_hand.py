@@ -48,8 +48,10 @@ class UpdatesByHand:
         """
         if self._count is None or not self._left:
             return False
-        moves = [_along(_row(p) - before, gradient) for p, before, gradient in self._left]
-        self._count = self._count + 1 if torch.stack(moves).sum() < 0 else 0
+        pairs = ((_row(p), before, g) for p, before, g in self._left)
+        alike = ((now, before, g) for now, before, g in pairs if now.shape == before.shape)
+        move = sum(_along(now.to(before.device) - before, g) for now, before, g in alike)
+        self._count = self._count + 1 if move < 0 else 0
         return self._count == IN_A_ROW
 
 
@@ -57,6 +59,7 @@ def _row(values: torch.Tensor) -> torch.Tensor:
     return values.detach()[:1] if values.dim() else values.detach()
 
 
-def _along(move: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def _along(move: torch.Tensor, gradient: torch.Tensor) -> float:
     """How far a move goes along a gradient."""
-    return (move * gradient.conj()).real.sum(dtype=torch.float64).cpu()
+    wide = torch.complex128 if move.is_complex() else torch.float64
+    return float((move.to(wide) * gradient.to(wide).conj()).real.sum())

@@ -376,6 +376,8 @@ class TrainingLoop:
         self._zeroing.check_sum(self._window)
         if self.update_due:
             return
+        if self.window.accumulate > 1:
+            self._other_losses.check(self._window)
         self.whole.check_gradients()
         self.whole.complete()
         self.tracer.flush_begins()
@@ -558,7 +560,6 @@ class TrainingLoop:
         if self.local is not None:
             self._collectives = collectives_so_far()
         self._by_hand, self._by_own = None, False  # also of a step before that has raised
-        self._collectives_before = None
         if self._updating:
             return
         self._must_be_whole()

@@ -36,24 +36,33 @@ class OtherLosses:
         self._parameters = tuple(model.parameters())
         self._added: Marks = {}
         self._warned = False
+        self._turns = 0  # begins and ends of own passes: odd inside one, in another thread, say
 
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Inside, passes of other sessions may add gradients to this model."""
+        outermost = self not in OtherLosses._open
         OtherLosses._open.add(self)
         try:
             yield
         finally:
-            OtherLosses._open.discard(self)
+            if outermost:
+                OtherLosses._open.discard(self)
 
     @contextmanager
     def passing(self) -> Iterator[None]:
         """Inside, a backward pass of this session runs, which others note."""
-        others = [(other, other._marks()) for other in OtherLosses._open if other is not self]
-        yield
-        for other, before in others:
-            added = {p: mark for p, mark in other._marks().items() if before.get(p) != mark}
-            other._added |= added
+        idle = [o for o in [*OtherLosses._open] if o is not self and not o._turns % 2]
+        others = [(other, other._turns, other._marks()) for other in idle]
+        self._turns += 1
+        try:
+            yield
+        finally:
+            self._turns += 1
+        for other, turns, before in others:
+            if other._turns == turns:
+                marks = other._marks().items()
+                other._added |= {p: mark for p, mark in marks if before.get(p) != mark}
 
     def check(self, window: str) -> None:
         """Refuse what was added to the sums of an accumulation window, which nobody can zero.
@@ -69,7 +78,7 @@ class OtherLosses:
 
     def warn_if_kept(self, stacklevel: int) -> None:
         """Warn, once, where a pass of this session is about to add to what is still there."""
-        if (kept := self._kept()) and not self._warned:
+        if not self._warned and (kept := self._kept()):
             self._warned = True
             warnings.warn(messages.others_kept(kept), stacklevel=stacklevel + 1)
         self._added = {}
@@ -79,8 +88,9 @@ class OtherLosses:
         if not self._added:
             return ""
         now = self._marks()
-        kept = {p for p, mark in self._added.items() if now.get(p) == mark and not is_zero(p)}
-        return next((name for name, p in self._model.named_parameters() if p in kept), "")
+        kept = {p for p, mark in self._added.items() if now.get(p) == mark}
+        named = self._model.named_parameters()
+        return next((name for name, p in named if p in kept and not is_zero(p)), "")
 
     def _marks(self) -> Marks:
         present = ((p, p.grad) for p in self._parameters)
