@@ -60,6 +60,6 @@ def _row(values: torch.Tensor) -> torch.Tensor:
 
 
 def _along(move: torch.Tensor, gradient: torch.Tensor) -> float:
-    """How far a move goes along a gradient."""
+    """Scalar product of a move and a gradient: negative where it descends."""
     wide = torch.complex128 if move.is_complex() else torch.float64
     return float((move.to(wide) * gradient.to(wide).conj()).real.sum())
