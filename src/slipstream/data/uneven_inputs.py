@@ -251,9 +251,7 @@ class UnevenInputLoader(LoaderAround):
             self._followed.note_training()
         living = [one for one in self._asked if one() is not None]
         self._trained, self._unused = living[-1] if living else None, None
-        self._asked = living[
-            -1:
-        ]  # others are those that were looked at, until they are asked again
+        self._asked = living[-1:]  # the others were looked at, unless they are asked again
 
     def has_batch(self, rank: int) -> bool:
         """Whether a rank has a batch of its own in the present step, which is known after
