@@ -110,42 +110,34 @@ def commands() -> Iterator[tuple[str, str]]:
     far = f"{far} 'DDP, 4 MB' {rivals} {coded}"
     yield "local-bert-far", f"local speed {far}"
     yield "local-bert-far-set", f"local speed --keep-window {far}"
-    yield "local-causal", "local loss --task causal"
     coded = "'data parallel' " + " ".join(
         f"'{steps} steps{codec}'"
         for codec in ("", ", int8", ", int4", ", topk, momentum 0.0")
         for steps in (8, 16, 32, 64, 128)
     )
     yield "local-sensitivity", f"local loss --seeds 1 --steps 400 --variants {coded}"
+    dense = "--variants 'data parallel'"
+    chosen, longest = (f"16 steps, 4 fragments, delay {one}" for one in ("3, int4", "4, int8"))
+    for task in ("causal", "masked", "resnet"):
+        alone = " 'data parallel and outer steps'" if task == "causal" else ""
+        coded = f"{dense}{alone} '{chosen}' '{longest}'"
+        yield f"local-{task}", f"local loss --task {task} --steps 800 {coded}"
     for steps in (400, 1600):
-        on_the_way = "'data parallel' '16 steps, 4 fragments, delay 4, int8'"
-        coded = f"--task masked --steps {steps} --variants {on_the_way}"
-        yield f"local-masked-{steps}", f"local loss {coded}"
-    chosen = [f"'16 steps, 4 fragments, delay {one}'" for one in ("2, int4", "4, int8")]
-    for task in ("masked", "resnet"):
-        coded = f"'data parallel' {' '.join(chosen)}"
-        yield f"local-{task}", f"local loss --task {task} --steps 800 --variants {coded}"
-    one = "local loss --task masked --steps 800 --seeds 1 --variants 'data parallel'"
-    slow = "16 steps, 4 fragments, delay 4, int8"
-    yield (
-        "local-masked-inner",
-        (f"{one} '16 steps' '16 steps, inner_state averaged' '{slow}, inner_state averaged'"),
+        coded = f"--steps {steps} {dense} '{chosen}'"
+        yield f"local-masked-{steps}", f"local loss --task masked {coded}"
+    outer = "'16 steps, momentum 0.0, lr 1.0' " + " ".join(
+        f"'16 steps, momentum {momentum}'" for momentum in (0.5, 0.7, 0.8, 0.9)
     )
-    plain = "momentum 0.0, lr 1.0"
-    yield "local-masked-steps", f"{one} '8 steps' '4 steps' '16 steps, {plain}'"
-    yield "local-masked-plain", f"{one} '8 steps, {plain}' '4 steps, {plain}' '{slow}, {plain}'"
-    of_auto = (
-        "'data parallel' 'data parallel and outer steps' '16 steps' "
-        "'16 steps, 4 fragments, delay 2, int4'"
+    for task in ("causal", "masked"):
+        coded = f"local loss --task {task} --steps 800 --seeds 1"
+        yield f"local-outer-{task}", f"{coded} {dense} {outer}"
+    others = (
+        "'torch, post-local SGD, 16 steps' '8 steps' '16 steps' '32 steps' '16 steps, int8' "
+        f"'16 steps, topk, momentum 0.0' '16 steps, inner_state averaged' "
+        f"'{chosen}, inner_state averaged'"
     )
-    yield "local-causal-auto", f"local loss --steps 800 --variants {of_auto}"
-    at_100 = "16 steps, 4 fragments, delay 4, int8"
-    coded = f"local loss --steps 800 --variants 'data parallel' '{at_100}"
-    yield "local-causal-100mbit", f"{coded}'"
-    averaged = f"{at_100}, inner_state averaged"
-    yield "local-causal-inner", f"{coded}, inner_state averaged' '{averaged}, average_every 4'"
-    coded = f"local loss --steps 800 --seeds 1 --variants 'data parallel' {rivals}"
-    yield "local-causal-torchft", coded
+    coded = f"local loss --steps 800 --seeds 1 {dense} {rivals} {others}"
+    yield "local-causal-others", coded
     yield "convergence-digits", "convergence --task digits"
     yield "convergence-text", "convergence --task text --ranks 2 --steps 1600"
     for task in ("digits", "text", "speed"):

@@ -47,6 +47,7 @@ from benchmarks.local_tasks import TASKS
 from benchmarks.record import arguments, finish
 from benchmarks.torchft_diloco import DiLoCo
 from benchmarks.turns import joined_ranks
+from slipstream.strategy import LocalConfig
 from slipstream.testbed import Distance
 
 WARM_UP = 1 / 8
@@ -111,7 +112,10 @@ class Training:
             self._session = slipstream.accelerate(self.model, self.optimizer)
         if name == OTHERS[1]:
             self._start = [p.detach().clone() for p in self.model.parameters()]
-            self._outer = torch.optim.SGD(self._start, 0.7, momentum=0.9, nesterov=True)
+            outer = LocalConfig()
+            self._outer = torch.optim.SGD(
+                self._start, outer.lr, momentum=outer.momentum, nesterov=True
+            )
         self._updates = 0
 
     def step(self, batch: Any) -> None:

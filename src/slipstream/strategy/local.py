@@ -48,7 +48,7 @@ class LocalConfig(Setting):
 
     Example:
         >>> LocalConfig(steps=32, fragments=4, delay=2).momentum
-        0.9
+        0.8
     """
 
     auto: bool = False
@@ -79,8 +79,8 @@ class LocalConfig(Setting):
     lr: float = Field(default=0.7, gt=0)
     """Learning rate of the outer optimizer; 1 without momentum takes the mean of all ranks."""
 
-    momentum: float = Field(default=0.9, ge=0, lt=1)
-    """Nesterov momentum of the outer optimizer."""
+    momentum: float = Field(default=0.8, ge=0, lt=1)
+    """Nesterov momentum of the outer optimizer; more ranks and longer runs bear more."""
 
     warm_up: NonNegativeInt = 0
     """Updates of plain data parallelism first."""
