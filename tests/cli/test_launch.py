@@ -234,7 +234,10 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path, number: signal.Signals) -
         (["--nproc", "0", "script.py"], "--nproc 0"),
         (["--nproc", "many", "script.py"], "--nproc 'many'"),
         (["--strategy", "wrong.yaml", "script.py"], "overlapp"),
-        (["--log-dir", "script.py", "script.py"], "log folder"),
+        (
+            ["--log-dir", "script.py", "script.py"],
+            "log folder script.py cannot be created: File exists; choose",
+        ),
         (["--islands", "2", "nowhere.py"], "'nowhere.py' does not exist"),
         (["--islands", "2", "--nproc", "2", "script.py"], "--islands with --nproc 2: an island"),
         (
