@@ -65,6 +65,17 @@ def check_writable(option: str, file: Path | None, suffixes: Collection[str] = (
         raise LaunchError(f"{option} {file}: cannot be written; choose another place")
 
 
+def check_folder(option: str, folder: Path) -> None:
+    """Fail before the work if a folder, which need not exist, cannot get its result.
+
+    Raises:
+        LaunchError: it is a file, or it or the first of its parents that exists is not writable.
+    """
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise LaunchError(f"{option} {folder}: cannot be written; choose another place")
+
+
 def check_suffix(option: str, file: Path | None, suffixes: Collection[str]) -> None:
     """Fail before the work if the name of its result, unless there is none, is of another kind.
 
