@@ -234,6 +234,7 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path, number: signal.Signals) -
         (["--nproc", "0", "script.py"], "--nproc 0"),
         (["--nproc", "many", "script.py"], "--nproc 'many'"),
         (["--strategy", "wrong.yaml", "script.py"], "overlapp"),
+        (["--strategy", "apart.yaml", "script.py"], "local with gradients.codec"),
         (
             ["--log-dir", "script.py", "script.py"],
             "log folder script.py cannot be created: File exists; choose",
@@ -251,6 +252,7 @@ def test_a_mistake_ends_before_anything_starts(
     tmp_path: Path, monkeypatch, capfd, options: list[str], message: str
 ) -> None:
     (tmp_path / "wrong.yaml").write_text("gradients: {overlapp: true}\n")
+    (tmp_path / "apart.yaml").write_text("local: {steps: 16}\ngradients: {codec: int8}\n")
     (tmp_path / "script.py").write_text(SLEEP)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
