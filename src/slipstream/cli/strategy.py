@@ -13,6 +13,7 @@ from rich.text import Text
 from typer import Argument
 
 from slipstream.strategy import Strategy, overview, presets
+from slipstream.strategy.local_checks import check_local
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -51,4 +52,6 @@ def check(
     file: Annotated[Path, Argument(metavar="FILE", help="A .yaml, .yml or .json file.")],
 ) -> None:
     """Check a strategy file: print one line if it is valid, else every problem."""
-    typer.echo(f"{file}: valid ({Strategy.load(file).exactness})")
+    strategy = Strategy.load(file)
+    check_local(strategy)
+    typer.echo(f"{file}: valid ({strategy.exactness})")
