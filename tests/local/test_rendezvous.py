@@ -103,7 +103,7 @@ def test_the_next_view_is_without_the_dead(
     found = at_once(lambda: one.next_view(view), lambda: other.next_view(view))
     assert found[0] == found[1]
     assert found[0].islands == view.islands
-    other._gone.set()  # its heart stops
+    monkeypatch.setattr(rendezvous, "BEAT", 1e6)  # its heart stops
     monkeypatch.setattr(rendezvous, "DEAD", 1.5)
     one._half = timedelta.max  # it is not waited for in vain
     alone = one.next_view(found[0])
@@ -122,6 +122,58 @@ def test_who_leaves_is_not_waited_for(islands: list[Rendezvous]) -> None:
 def test_a_store_that_is_not_there_is_named() -> None:
     with pytest.raises(ClusterError, match=r"slipstream store --host 127\.0\.0\.1 --port 9"):
         Rendezvous(RendezvousConfig(store="127.0.0.1:9", timeout=1))
+
+
+def test_a_store_that_falls_silent_is_given_up(
+    tmp_path: Path, forks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOKEN, "a secret")
+    words = ["store", "--port", str(port := free_port())]
+    keeper = Script(COMMAND_LINE, *words, log=tmp_path / "log", folder=tmp_path)
+    island = Rendezvous(RendezvousConfig(store=f"127.0.0.1:{port}", timeout=120))
+    island.same("strategy", "steps 4")
+    os.kill(keeper.pid, signal.SIGSTOP)  # as a host that has lost power, or its network
+    island._store._seconds = 1
+    with pytest.raises(ClusterError, match=r"keeps silent: no answer within 1 s"):
+        island.same("strategy", "steps 4")
+    with pytest.raises(ClusterError, match=r"does not answer: .* start it there"):
+        Rendezvous(RendezvousConfig(store=f"127.0.0.1:{port}", timeout=1))
+    island.leave()
+    keeper.kill()
+
+
+def test_ctrl_c_ends_the_wait_for_others_that_close(islands: list[Rendezvous]) -> None:
+    view = joined(islands)
+    # a test runner has a handler of its own for the other signal
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    islands[0]._half = timedelta(hours=1)
+    islands[0]._store._seconds = 3600
+    timer = threading.Timer(1, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            islands[0].close(view)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+        islands[1]._store.set(f"closed/{view.number}", "alone")
+
+
+def test_who_leaves_in_the_middle_of_an_exchange_says_so_at_once(
+    islands: list[Rendezvous],
+) -> None:
+    view = joined(islands)
+    one, other = islands
+    one._half = timedelta(hours=1)
+    one._store._seconds = 3600
+    waiting = threading.Thread(target=one.agree, args=(view, 0, True))
+    waiting.start()
+    other._store.wait(["done/1/0"], timedelta(seconds=30))
+    at_once(one.leave)
+    said = other._store.check([f"left/{one.island}"])
+    other.agree(view, 0, False)
+    waiting.join()
+    assert said
 
 
 @pytest.mark.parametrize("settings", [{"warm_up": 4}, {"auto": True}], ids=str)
