@@ -28,10 +28,12 @@ from slipstream.cluster.listen import TOKEN
 from slipstream.errors import ClusterError, LaunchError, ModelError, StrategyError, UsageError
 from slipstream.local import open_carrier, rendezvous
 from slipstream.local.model import LocalModel
+from slipstream.local.open_carrier import OpenCarrier
 from slipstream.local.open_training import OpenTraining
 from slipstream.local.rendezvous import Rendezvous
 from slipstream.local.view import View
 from slipstream.strategy import RendezvousConfig, Strategy
+from slipstream.transport.channel import Label
 from tests.harness.command_line import COMMAND_LINE
 from tests.harness.ranks import Ranks, free_port
 from tests.harness.scripts import Script
@@ -349,6 +351,70 @@ def test_restoring_what_other_jobs_do_not_have_is_refused() -> None:
         session.backward(job.loss_of(model, 2))
         session.step()
         assert session.all_updates == 2
+
+
+class Still:
+    """A resident that has trained nothing."""
+
+    def __init__(self) -> None:
+        self.settled = self.dropped = False
+        self.met = 0
+
+    def save(self) -> dict[str, Any]:
+        return {"optimizer": {"state": {}}}
+
+    def settle(self, state: Any, *, again: bool) -> None:
+        self.settled = again
+
+    def drop(self) -> None:
+        self.dropped = True
+
+    def meet_as(self, islands: Any, slot: int) -> None:
+        self.met = islands.count
+
+
+def test_who_finds_that_others_have_gone_on_when_it_admits_them_joins_again(
+    islands: list[Rendezvous], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one that sleeps while all others are late: these take it for dead, and go on."""
+    joined(islands)
+    carriers = [OpenCarrier(island) for island in islands]
+    residents = [Still(), Still()]
+    for carrier, resident, island in zip(carriers, residents, islands, strict=True):
+        carrier.resident = resident
+        # each is alone, in a view of its own
+        carrier._view = View(2 + (island is islands[1]), (island.island,), (0,), (), 2)
+    sleeper, late = carriers
+    islands[1].open(late._view)
+
+    def meet() -> None:
+        while residents[1].met < 2:
+            late.start(Label("meeting", lambda: "a meeting"), lambda: iter(()))
+            late.wait()
+            if late.newcomers:
+                late.admit()
+
+    at_once(sleeper.admit, meet)
+    assert [resident.met for resident in residents] == [2, 2]
+    assert (residents[0].dropped, residents[0].settled) == (True, True)
+    assert "came too late: the admission of others; it joins again" in capsys.readouterr().err
+
+
+def test_one_that_dies_while_it_joins_is_named(
+    islands: list[Rendezvous], capsys: pytest.CaptureFixture[str]
+) -> None:
+    joined(islands)
+    islands[0]._store.set("left/3", "yes")
+    view = View(2, (1, 2, 3), (0, 1, 2), (3,), 3)
+    for island in islands:
+        island._half = timedelta(seconds=2)  # for its connection
+    carriers = [OpenCarrier(island) for island in islands]
+    for carrier in carriers:
+        carrier.resident = Still()
+    at_once(*(partial(carrier._enter, view, again=True) for carrier in carriers))
+    assert [carrier._view.islands for carrier in carriers] == [(1, 2), (1, 2)]
+    said = capsys.readouterr().err
+    assert said == "slipstream: island 3 is gone: the admission of others; 2 go on\n"
 
 
 @contextmanager

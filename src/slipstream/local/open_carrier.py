@@ -147,19 +147,12 @@ class OpenCarrier:
 
     def _go_on(self, where: str) -> bool:
         """Go on with those that are left; False: without this island, which has joined again."""
-        before = self._view
         self._transport = None
+        return self._enter(self._next_view(self._view, where), again=True, where=where)
+
+    def _next_view(self, before: View, where: str) -> View:
+        """The view after one that has lost an island, which the first that is left names."""
         view = self._rendezvous.next_view(before)
-        if self._rendezvous.island not in view.islands:
-            print(
-                f"slipstream: island {self._rendezvous.island} came too late: {where}; it joins "
-                "again, with what it has done",
-                file=sys.stderr,
-            )
-            assert self.resident is not None
-            self.resident.drop()
-            self._enter(self._rendezvous.join(trained=True), again=True)
-            return False
         self._count_repeats(before, view)
         gone = sorted({*before.islands} - {*view.islands})
         if gone and view.islands[0] == self._rendezvous.island:
@@ -168,7 +161,18 @@ class OpenCarrier:
                 f"{len(view.islands)} go on",
                 file=sys.stderr,
             )
-        return self._enter(view, again=True)
+        return view
+
+    def _rejoin(self, where: str, *, trained: bool) -> View:
+        """Join again, as the others have gone on without this island."""
+        print(
+            f"slipstream: island {self._rendezvous.island} came too late: {where}; it joins again"
+            f"{', with what it has done' if trained else ''}",
+            file=sys.stderr,
+        )
+        assert self.resident is not None
+        self.resident.drop()
+        return self._rendezvous.join(trained=trained)
 
     def _count_repeats(self, before: View, view: View) -> None:
         """Give up where islands repeat an exchange again and again, although all are there."""
@@ -180,11 +184,14 @@ class OpenCarrier:
                 "exchange"
             )
 
-    def _enter(self, view: View, *, again: bool) -> bool:
+    def _enter(self, view: View, *, again: bool, where: str = "the admission of others") -> bool:
         """Meet in a view from now on; whether this island is still what it was."""
         assert self.resident is not None
-        own, stays = self._rendezvous.island, True
+        stays = True
         while True:
+            if self._rendezvous.island not in view.islands:
+                stays, view = False, self._rejoin(where, trained=again)
+            own = self._rendezvous.island
             self._view, self._number, self._transport = view, 0, None
             view = self._view = self._rendezvous.led(view)
             fresh = own in view.fresh
@@ -192,12 +199,7 @@ class OpenCarrier:
             welcome = _Welcome(self.resident, view, own)
             if self._connect(view) and self._attempt(welcome.exchange) is not None:
                 break
-            before, view = view, self._rendezvous.next_view(view)
-            self._count_repeats(before, view)
-            if own not in view.islands:
-                stays = False
-                self.resident.drop()
-                view, own = self._rendezvous.join(trained=again), self._rendezvous.island
+            view = self._next_view(view, where)
         self._rendezvous.begun()
         self._repeats = 0
         if fresh:
