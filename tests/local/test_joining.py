@@ -109,6 +109,17 @@ def test_a_job_with_another_model_or_optimizer_is_refused(
         slipstream.accelerate(model, kind(model.parameters(), 0.1), None, {"local": local})
 
 
+def test_a_job_with_other_shares_of_the_data_is_refused() -> None:
+    store = open_store(0)
+    place = {"store": f"127.0.0.1:{store.port}", "at_least": 1}
+    one, other = build(), build()
+    local: dict[str, Any] = {"steps": 2, "rendezvous": place}
+    with slipstream.accelerate(one, sgd(one), None, {"local": local}):
+        place["at_least"] = 2
+        with pytest.raises(ClusterError, match="strategy local, model or optimizer of this job"):
+            slipstream.accelerate(other, sgd(other), None, {"local": local})
+
+
 def adam_of(order: tuple[int, ...]) -> Adam:
     """An optimizer whose parameters got their state in this order."""
     parameters = [nn.Parameter(torch.full((3,), float(n))) for n in range(3)]
