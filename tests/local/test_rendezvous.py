@@ -239,7 +239,8 @@ def test_a_job_that_is_silent_for_long_joins_again(tmp_path: Path) -> None:
     os.kill(sleeper.pid, signal.SIGCONT)
     jobs.wait_for(jobs.updates(sleeper) + 40, sleeper)
     jobs.end_soon()
-    jobs.end()
+    found = jobs.end()
+    assert len({one["parameters"] for one in found}) == 1  # all end at one update
     assert "came too late" in jobs.logs()
     assert "island 3 has joined" in jobs.logs()
 
