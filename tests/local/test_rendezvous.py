@@ -25,8 +25,18 @@ import slipstream
 from slipstream.cli.islands import run_islands
 from slipstream.cli.store import open_store
 from slipstream.cluster.listen import TOKEN
-from slipstream.errors import ClusterError, LaunchError, ModelError, StrategyError, UsageError
+from slipstream.codecs import Ranks as Peers
+from slipstream.errors import (
+    ClusterError,
+    ExchangeError,
+    LaunchError,
+    ModelError,
+    StrategyError,
+    UsageError,
+)
 from slipstream.local import open_carrier, rendezvous
+from slipstream.local.exchanges import IslandExchanges
+from slipstream.local.island import Island
 from slipstream.local.model import LocalModel
 from slipstream.local.open_carrier import OpenCarrier
 from slipstream.local.open_training import OpenTraining
@@ -223,6 +233,7 @@ def test_a_job_that_is_killed_comes_back(tmp_path: Path) -> None:
     assert first["longest"] < TIMEOUT
     assert first["parameters"] == newcomer["parameters"]
     assert "is gone: update" in jobs.logs()
+    assert "this job is island 3" in jobs.logs()
     assert "island 3 has joined" in jobs.logs()
     # with the share of the dead
     [share] = re.findall(rf"begins at {newcomer['begun']} with share (\d)", jobs.logs())
@@ -432,6 +443,18 @@ def one_job(**local: Any) -> Iterator[tuple[nn.Module, OpenTraining]]:
         assert isinstance(whole, LocalModel)
         assert isinstance(whole.training, OpenTraining)
         yield model, whole.training
+
+
+def test_a_job_whose_store_is_gone_blames_no_other_job(islands: list[Rendezvous]) -> None:
+    view = joined(islands)
+    carrier = OpenCarrier(islands[0])
+    carrier._view = view
+    island = Island((0,), Peers(0, 2))
+    exchanges = IslandExchanges(carrier, island, torch.device("cpu"), lambda: None, None, "rank 0")
+    islands[0]._store._seconds = 0  # as long as it is given to answer
+    exchanges.sum(Label("meeting", lambda: "a meeting"), torch.zeros(1))
+    with pytest.raises(ExchangeError, match=r"is gone, or keeps silent: [^;]*$"):
+        exchanges.land()
 
 
 def test_a_change_that_others_went_on_without_is_taken_back() -> None:

@@ -136,7 +136,7 @@ class OpenCarrier:
 
     def join(self) -> None:
         """Join the islands, and take over their state."""
-        self._enter(self._rendezvous.join(trained=False), again=False)
+        self._enter(self._join(trained=False), again=False)
 
     def same(self, what: str, value: str) -> None:
         """Refuse something else than the first island has."""
@@ -172,7 +172,13 @@ class OpenCarrier:
         )
         assert self.resident is not None
         self.resident.drop()
-        return self._rendezvous.join(trained=trained)
+        return self._join(trained=trained)
+
+    def _join(self, *, trained: bool) -> View:
+        view = self._rendezvous.join(trained=trained)
+        # by this number the others speak of it
+        print(f"slipstream: this job is island {self._rendezvous.island}", file=sys.stderr)
+        return view
 
     def _count_repeats(self, before: View, view: View) -> None:
         """Give up where islands repeat an exchange again and again, although all are there."""
