@@ -429,6 +429,13 @@ def test_one_that_dies_while_it_joins_is_named(
     assert said == "slipstream: island 3 is gone: the admission of others; 2 go on\n"
 
 
+def training_of(session: slipstream.Session) -> OpenTraining:
+    whole = session._loop.sharding.model
+    assert isinstance(whole, LocalModel)
+    assert isinstance(whole.training, OpenTraining)
+    return whole.training
+
+
 @contextmanager
 def one_job(**local: Any) -> Iterator[tuple[nn.Module, OpenTraining]]:
     """A job that has met nobody, after four updates."""
@@ -439,10 +446,26 @@ def one_job(**local: Any) -> Iterator[tuple[nn.Module, OpenTraining]]:
         for update in range(4):
             session.backward(loss_of(model, 0, update))
             session.step()
-        whole = session._loop.sharding.model
-        assert isinstance(whole, LocalModel)
-        assert isinstance(whole.training, OpenTraining)
-        yield model, whole.training
+        yield model, training_of(session)
+
+
+def test_what_is_frozen_sends_no_rounding_when_an_exchange_is_repeated() -> None:
+    model, store = build().bfloat16(), open_store(0)
+    place = {"store": f"127.0.0.1:{store.port}", "at_least": 1}
+    local = {"steps": 4, "rendezvous": place}
+    with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
+        [meeting] = training_of(session)._meetings
+        meeting.outer.mul_(1.001)  # a mean, which 16 bits do not hold
+        with torch.no_grad():
+            meeting.write(meeting.outer)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        meeting.send(1, 0)
+        assert meeting.flight is not None
+        for _ in range(2):
+            assert not [*meeting.exchange(0)]
+            assert not meeting.flight.change.any()
+        meeting.flight = None
 
 
 def test_a_job_whose_store_is_gone_blames_no_other_job(islands: list[Rendezvous]) -> None:
