@@ -45,6 +45,9 @@ def test_who_waits_for_others_in_vain_is_told(
     monkeypatch.setattr(rendezvous, "JOIN", timedelta(seconds=0.3))
     with pytest.raises(ClusterError, match=r"1 have asked to join, .*at_least is 2"):
         three[0].join(trained=False)
+    three[0].leave()
+    with pytest.raises(ClusterError, match=r"2 have asked to join, 1 of them are gone, .*is 2"):
+        three[1].join(trained=False)
 
 
 def test_a_newcomer_waits_for_a_round_of_any_length(

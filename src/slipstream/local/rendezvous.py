@@ -160,12 +160,13 @@ class Rendezvous:
                 asked = self._store.add("asked", 0)
                 over, view = self._store.check(["over"]), self._newest()
                 if view is None:
-                    self._begin(asked, beats)
+                    gone = self._begin(asked, beats)
                     if time.monotonic() > until:
                         raise ClusterError(
                             f"too few jobs have come to {self._config.store} in "
                             f"{JOIN.total_seconds():g} s: {asked} have asked to join, "
-                            f"local.rendezvous.at_least is {self._config.at_least}"
+                            + f"{gone} of them are gone, " * bool(gone)
+                            + f"local.rendezvous.at_least is {self._config.at_least}"
                         )
                 elif self._all_dead(view, beats) and (trained or not over):
                     if not trained:
@@ -184,13 +185,15 @@ class Rendezvous:
             number = int(self._store.get(f"admitted/{self.island}"))
             return self._view(number)
 
-    def _begin(self, asked: int, beats: dict[int, tuple[bytes, float]]) -> None:
-        """Open the first view, if enough are there and no island that came before is alive."""
+    def _begin(self, asked: int, beats: dict[int, tuple[bytes, float]]) -> int:
+        """Open the first view, if enough are there and no island that came before is alive; how
+        many are gone."""
         now = time.monotonic()
         gone = [i for i in range(1, asked + 1) if i != self.island and self._is_dead(i, beats, now)]
         first = all(island in gone for island in range(1, self.island))
         if first and asked - len(gone) >= self._config.at_least:
             self.open(View.first(asked, gone))
+        return len(gone)
 
     def _all_dead(self, view: View, beats: dict[int, tuple[bytes, float]]) -> bool:
         now = time.monotonic()
