@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -44,6 +45,7 @@ from slipstream.local.rendezvous import Rendezvous
 from slipstream.local.view import View
 from slipstream.strategy import RendezvousConfig, Strategy
 from slipstream.transport.channel import Label
+from slipstream.transport.requests import ExchangeSteps
 from tests.harness.command_line import COMMAND_LINE
 from tests.harness.ranks import Ranks, free_port
 from tests.harness.scripts import Script
@@ -154,21 +156,28 @@ def test_a_store_that_falls_silent_is_given_up(
     keeper.kill()
 
 
-def test_ctrl_c_ends_the_wait_for_others_that_close(islands: list[Rendezvous]) -> None:
-    view = joined(islands)
-    # a test runner has a handler of its own for the other signal
+@contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    """Ctrl-C inside, so much later."""
+    # by another signal, as a test runner may have a handler for that one
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
-    islands[0]._half = timedelta(hours=1)
-    islands[0]._store._seconds = 3600
-    timer = threading.Timer(1, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGUSR1))
     timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            islands[0].close(view)
+            yield
     finally:
         timer.join()
         signal.signal(signal.SIGUSR1, before)
-        islands[1]._store.set(f"closed/{view.number}", "alone")
+
+
+def test_ctrl_c_ends_the_wait_for_others_that_close(islands: list[Rendezvous]) -> None:
+    view = joined(islands)
+    islands[0]._half = timedelta(hours=1)
+    islands[0]._store._seconds = 3600
+    with interrupted_after(1):
+        islands[0].close(view)
+    islands[1]._store.set(f"closed/{view.number}", "alone")
 
 
 def test_who_leaves_in_the_middle_of_an_exchange_says_so_at_once(
@@ -478,6 +487,25 @@ def test_a_job_whose_store_is_gone_blames_no_other_job(islands: list[Rendezvous]
     exchanges.sum(Label("meeting", lambda: "a meeting"), torch.zeros(1))
     with pytest.raises(ExchangeError, match=r"is gone, or keeps silent: [^;]*$"):
         exchanges.land()
+
+
+def test_an_exchange_that_is_about_to_end_does_so_after_ctrl_c() -> None:
+    """Its thread would abort the interpreter, if it came back while that ends."""
+    ended = list[bool]()
+
+    def exchange() -> ExchangeSteps:
+        time.sleep(0.5)
+        ended.append(True)
+        yield from ()
+
+    with apart(1) as [island]:
+        carrier = OpenCarrier(island)
+        carrier._view = View(1, (0,), (0,), (), 0)
+        carrier.start(Label("meeting", lambda: "a meeting"), exchange)
+        with interrupted_after(0.1):
+            carrier.wait()
+        carrier.leave()
+        assert ended
 
 
 def test_a_change_that_others_went_on_without_is_taken_back() -> None:

@@ -27,6 +27,8 @@ from slipstream.transport.transport import run
 
 PART = 4 * 2**20
 """Bytes of a state that travel at a time."""
+LEAVE = 1.0
+"""Seconds for an exchange under way to end, where a script fails."""
 REPEATS = 3
 """Of one exchange, until islands give up."""
 
@@ -55,7 +57,8 @@ class _Pending:
     exchange: Exchange
     asked: int | None = None
     error: Exception | None = None
-    thread: threading.Thread = field(default_factory=threading.Thread)
+    # the thread does not know it, once Ctrl-C has interrupted a join (Python 3.11)
+    ended: threading.Event = field(default_factory=threading.Event)
 
 
 class OpenCarrier:
@@ -84,11 +87,11 @@ class OpenCarrier:
 
     @property
     def arrived(self) -> bool:
-        return self._pending is None or not self._pending.thread.is_alive()
+        return self._pending is None or self._pending.ended.is_set()
 
     def wait(self) -> None:
         while (pending := self._pending) is not None:
-            pending.thread.join()
+            pending.ended.wait()
             if pending.error is not None:
                 self._pending = None
                 raise pending.error
@@ -101,17 +104,19 @@ class OpenCarrier:
 
     def _begin(self, pending: _Pending) -> None:
         self._pending = pending
+        pending.ended.clear()
         # a daemon: a script that fails while an island is silent must end
-        pending.thread = threading.Thread(
+        threading.Thread(
             target=self._carry, args=(pending,), name="slipstream-meeting", daemon=True
-        )
-        pending.thread.start()
+        ).start()
 
     def _carry(self, pending: _Pending) -> None:
         try:
             pending.asked = self._attempt(pending.exchange)
         except Exception as error:
             pending.error = error
+        finally:
+            pending.ended.set()
 
     def _attempt(self, exchange: Exchange) -> int | None:
         """Carry out an exchange, if all islands do."""
@@ -238,6 +243,9 @@ class OpenCarrier:
         """Take part no longer; idempotent."""
         self._transport = self.resident = None
         self._rendezvous.leave()
+        if self._pending is not None:
+            # one that came back from torch while the interpreter ends would abort it
+            self._pending.ended.wait(LEAVE)
 
 
 class _Welcome:
