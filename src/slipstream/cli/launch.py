@@ -22,7 +22,6 @@ from slipstream.cli.ranks import log_folder, threads_per_rank
 from slipstream.cluster.launcher import LaunchSpec, Outcome, RankFailure, run
 from slipstream.errors import LaunchError
 from slipstream.strategy import Strategy
-from slipstream.strategy.local_checks import check_local
 from slipstream.tuner.own_strategy import own_strategy
 from slipstream.version import __version__
 
@@ -80,7 +79,7 @@ def launch(
     ranks = _rank_count(nproc)
     variables = {"OMP_NUM_THREADS": threads_per_rank(ranks)}
     if strategy is not None:
-        check_local(Strategy.load(strategy))  # a mistake is told before any rank starts
+        Strategy.load(strategy)  # a mistake is told before any rank starts
         path = Path(strategy)
         variables["SLIPSTREAM_STRATEGY"] = str(path.resolve()) if path.is_file() else strategy
     spec = LaunchSpec(

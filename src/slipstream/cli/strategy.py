@@ -13,7 +13,6 @@ from rich.text import Text
 from typer import Argument
 
 from slipstream.strategy import Strategy, overview, presets
-from slipstream.strategy.local_checks import check_local
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -52,6 +51,4 @@ def check(
     file: Annotated[Path, Argument(metavar="FILE", help="A .yaml, .yml or .json file.")],
 ) -> None:
     """Check a strategy file: print one line if it is valid, else every problem."""
-    strategy = Strategy.load(file)
-    check_local(strategy)
-    typer.echo(f"{file}: valid ({strategy.exactness})")
+    typer.echo(f"{file}: valid ({Strategy.load(file).exactness})")

@@ -25,7 +25,6 @@ from slipstream.cli.options import (
 from slipstream.cli.ranks import log_folder, run_on_hosts
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.strategy import Strategy
-from slipstream.strategy.local_checks import check_local
 from slipstream.testbed import Distance, Testbed, format_rate
 from slipstream.testbed.link_check import TOLERANCE
 
@@ -61,7 +60,7 @@ def run(
     bed = Testbed(nodes, rate, Distance(round_trip_ms / 1e3, loss_percent / 100))
     LaunchSpec(script=script, nproc=ranks_per_node, log_dir=Path())  # checks the arguments
     if strategy is not None:
-        check_local(Strategy.load(strategy))
+        Strategy.load(strategy)
     words = ["--", script, *(args or ())]
     with bed:
         _check(bed)

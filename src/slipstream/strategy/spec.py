@@ -15,9 +15,10 @@ from pydantic import Field, NonNegativeInt, model_validator
 
 from slipstream.errors import StrategyError
 from slipstream.strategy.checks import ChecksConfig
-from slipstream.strategy.codec_choice import CodecConfig
 from slipstream.strategy.compute import ComputeConfig
+from slipstream.strategy.conflicts import beside_local, beside_replay
 from slipstream.strategy.data import DataConfig
+from slipstream.strategy.gradients import GradientsConfig
 from slipstream.strategy.local import MeetingsConfig
 from slipstream.strategy.memory import MemoryConfig
 from slipstream.strategy.overview import overview, plain_text
@@ -25,37 +26,9 @@ from slipstream.strategy.parallel import ParallelConfig
 from slipstream.strategy.precision import PrecisionConfig
 from slipstream.strategy.presets import preset
 from slipstream.strategy.setting import Exactness, Setting
-from slipstream.strategy.split import ByBytesConfig, SplitConfig
-from slipstream.strategy.transport import DEFAULT_TRANSPORT, ShardedConfig, TransportConfig
+from slipstream.strategy.transport import ShardedConfig
 from slipstream.strategy.validate import shown
 from slipstream.strategy.yaml import SUFFIXES, format_yaml, parse_json, parse_yaml, read
-
-
-class GradientsConfig(Setting):
-    """Settings of how gradients are averaged over ranks.
-
-    Example:
-        >>> GradientsConfig(split="per_layer", overlap=False).accumulate
-        1
-    """
-
-    split: SplitConfig = ByBytesConfig()
-    """Which gradients share one exchange."""
-
-    overlap: bool = True
-    """Exchange during backward, not after it."""
-
-    transport: TransportConfig = DEFAULT_TRANSPORT
-    """How a segment travels between ranks."""
-
-    codec: CodecConfig | None = None
-    """How gradients are compressed before they are sent; null: not at all."""
-
-    accumulate: int = Field(default=1, ge=1)
-    """Backward passes per update.
-
-    Only the last of them exchanges gradients.
-    """
 
 
 class TraceConfig(Setting):
@@ -134,6 +107,22 @@ class Strategy(Setting):
     """What is recorded, and where."""
 
     @model_validator(mode="after")
+    def _goes_together(self) -> Strategy:
+        if (problem := self._conflict()) is not None:
+            raise ValueError(problem)
+        return self
+
+    def _conflict(self) -> str | None:
+        """Settings of two groups that do not go together, and the way out."""
+        gradients, checks = self.gradients, self.checks
+        others = self.parallel, self.precision, self.data
+        if self.local is not None:
+            found = beside_local(self.local, gradients, checks, *others)
+            if found is not None:
+                return f"local with {found}"
+        return beside_replay(checks, self.compute, self.memory)
+
+    @model_validator(mode="after")
     def _norms_of_whole_averages(self) -> Strategy:
         found = [] if self.local is not None else list(self.without_whole_averages)
         found += ["trace.steps null"] * (self.trace.steps is None)
@@ -197,6 +186,8 @@ class Strategy(Setting):
             source = Path(source)
         match source:
             case Strategy():
+                if (problem := source._conflict()) is not None:  # a copy with other settings
+                    raise StrategyError(problem)
                 return source
             case Path():
                 document = read(source)

@@ -22,7 +22,6 @@ from slipstream.strategy import (
     Strategy,
 )
 from slipstream.strategy.local import ENOUGH, FRAGMENTS
-from slipstream.strategy.local_checks import check_local
 
 STEPS = (8, 16, 32, 64, 128)
 ROUNDS = 100
@@ -68,7 +67,7 @@ def choose_meetings(
     if network.world_size == 1:
         return RareMeetings(None, "one rank meets nobody")
     try:
-        check_local(next(_settings(base, network)))
+        Strategy.load(next(_settings(base, network)))
     except StrategyError as error:
         return RareMeetings(None, f"the strategy of the trace stays as it is: {error}")
     alone = float(workload.alone(base.gradients.accumulate).max())
