@@ -108,19 +108,12 @@ class Strategy(Setting):
 
     @model_validator(mode="after")
     def _goes_together(self) -> Strategy:
-        if (problem := self._conflict()) is not None:
-            raise ValueError(problem)
+        others = self.checks, self.parallel, self.precision, self.data
+        if self.local is not None and (found := beside_local(self.local, self.gradients, *others)):
+            raise ValueError(f"local with {found}")
+        if found := beside_replay(self.checks, self.compute, self.memory):
+            raise ValueError(found)
         return self
-
-    def _conflict(self) -> str | None:
-        """Settings of two groups that do not go together, and the way out."""
-        gradients, checks = self.gradients, self.checks
-        others = self.parallel, self.precision, self.data
-        if self.local is not None:
-            found = beside_local(self.local, gradients, checks, *others)
-            if found is not None:
-                return f"local with {found}"
-        return beside_replay(checks, self.compute, self.memory)
 
     @model_validator(mode="after")
     def _norms_of_whole_averages(self) -> Strategy:
@@ -186,8 +179,6 @@ class Strategy(Setting):
             source = Path(source)
         match source:
             case Strategy():
-                if (problem := source._conflict()) is not None:  # a copy with other settings
-                    raise StrategyError(problem)
                 return source
             case Path():
                 document = read(source)
