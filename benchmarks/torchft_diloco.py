@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from slipstream.strategy import LocalConfig
+
 TIMEOUT = timedelta(seconds=600)
 
 
@@ -23,7 +25,7 @@ class DiLoCo:
         steps: from one meeting to the next.
         delay: updates that hide an exchange.
 
-    The outer optimizer is that of its examples, SGD with 0.7 and Nesterov momentum 0.9. All
+    The outer optimizer is set as that of ``local``; its examples have a momentum of 0.9. All
     parameters are one fragment, sent in buckets.
     """
 
@@ -59,7 +61,8 @@ class DiLoCo:
             replica_id=f"replica{rank}",
             init_sync=False,
         )
-        outer = torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)
+        ours = LocalConfig()
+        outer = torch.optim.SGD(model.parameters(), ours.lr, momentum=ours.momentum, nesterov=True)
         self._meetings = Meetings(
             self._manager,
             [model],

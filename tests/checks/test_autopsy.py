@@ -158,5 +158,7 @@ def test_what_a_later_run_has_left_counts_more_than_an_earlier_autopsy(tmp_path)
 def test_what_is_no_autopsy_is_refused_with_its_place(tmp_path, text):
     if text is not None:
         (tmp_path / "autopsy.json").write_text(text)
-    with pytest.raises(TraceError, match=str(tmp_path)):
+    with pytest.raises(TraceError, match=str(tmp_path)) as refused:
         Autopsy.read(tmp_path)
+    assert "the folder that the error named" in str(refused.value)
+    assert "validation error" not in str(refused.value)

@@ -146,6 +146,8 @@ def test_a_signal_is_passed_on():
     ("words", "problem"),
     [
         (["--timeout", "30"], "--timeout '30': must be a time with its unit"),
+        (["--folder", __file__], "test_watch.py: cannot be written; choose another place"),
+        (["--folder", f"{__file__}/autopsy"], "autopsy: cannot be written; choose another place"),
         (["--hosts", "2"], "need --meet HOST:PORT"),
         (["--hosts", "2", "--host-rank", "2", "--meet", "a:1"], "must be 0..1"),
         (["--hosts", "2", "--meet", "node0"], "'node0' is not HOST:PORT"),

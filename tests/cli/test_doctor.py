@@ -66,6 +66,7 @@ WRONG = {
     "ranks of no host": (["--ranks-per-node", "2"], {}, "--ranks-per-node has no effect without"),
     "one rank": (["--ranks", "1"], {}, "--ranks"),
     "ranks here and there": (["--ranks", "2", "--nodes", "2"], {}, "leave out one of the two"),
+    "one emulated rank": (["--nodes", "1"], {}, "--nodes 1 is a single rank"),
     "half an environment": ([], {"RANK": "0"}, "WORLD_SIZE"),
     "hosts in a rank": (
         ["--nodes", "2"],

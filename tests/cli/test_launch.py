@@ -234,7 +234,11 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path, number: signal.Signals) -
         (["--nproc", "0", "script.py"], "--nproc 0"),
         (["--nproc", "many", "script.py"], "--nproc 'many'"),
         (["--strategy", "wrong.yaml", "script.py"], "overlapp"),
-        (["--log-dir", "script.py", "script.py"], "log folder"),
+        (["--strategy", "apart.yaml", "script.py"], "local with gradients.codec"),
+        (
+            ["--log-dir", "script.py", "script.py"],
+            "log folder script.py cannot be created: File exists; choose",
+        ),
         (["--islands", "2", "nowhere.py"], "'nowhere.py' does not exist"),
         (["--islands", "2", "--nproc", "2", "script.py"], "--islands with --nproc 2: an island"),
         (
@@ -248,6 +252,7 @@ def test_a_mistake_ends_before_anything_starts(
     tmp_path: Path, monkeypatch, capfd, options: list[str], message: str
 ) -> None:
     (tmp_path / "wrong.yaml").write_text("gradients: {overlapp: true}\n")
+    (tmp_path / "apart.yaml").write_text("local: {steps: 16}\ngradients: {codec: int8}\n")
     (tmp_path / "script.py").write_text(SLEEP)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")

@@ -41,6 +41,27 @@ def test_the_version(monkeypatch, capsys) -> None:
     assert capsys.readouterr().out == f"slipstream {slipstream.__version__}\n"
 
 
+def test_the_help_flows_on_a_terminal_narrower_than_the_source(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", ["slipstream", "plan", "--help"])
+    with pytest.raises(SystemExit):
+        main.main()
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert "--rate, for another one; those are extrapolated, and marked so." in lines
+    assert "slipstream plan --shape shape.yaml --ranks 64,512,4096" in lines
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="stands for a disk without space")
+def test_a_full_disk_is_told_in_one_box(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["slipstream", "strategy", "show"])
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+    assert ended.value.code == 2
+    assert "No space left on device: free some space" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("typed", "completed"),
     [

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from slipstream.cli import main
-from slipstream.errors import ClusterError, SlipstreamError
+from slipstream.errors import ClusterError, LaunchError, SlipstreamError
 from slipstream.gradients.layout import plan_segments
 from slipstream.planner.iteration.plan import CommPlan
 from slipstream.planner.iteration.simulate import simulate
@@ -209,3 +209,28 @@ def test_a_goal_that_cannot_be_answered_is_refused(files, losses) -> None:
     }.items():
         with pytest.raises(SlipstreamError, match=said):
             _run(*files, *words)
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "source"),
+    [
+        ("-o", "trace.json", "--trace"),
+        ("-o", "cluster.yaml", "--cluster"),
+        ("--predicted", "trace.json", "--trace"),
+        ("--predicted", "../{folder}/trace.json", "--trace"),
+    ],
+)
+def test_a_result_does_not_take_the_place_of_what_it_is_made_of(
+    files, tmp_path, option, name, source
+) -> None:
+    result = tmp_path / name.format(folder=tmp_path.name)
+    before = result.read_bytes()
+    with pytest.raises(LaunchError, match=f"would overwrite the file of {source}"):
+        _run(*files, option, str(result))
+    assert result.read_bytes() == before
+
+
+def test_two_results_need_two_files(files, tmp_path) -> None:
+    both = str(tmp_path / "both.json")
+    with pytest.raises(LaunchError, match=r"--predicted .* the file of --output; choose another"):
+        _run(*files, "-o", both, "--predicted", both)

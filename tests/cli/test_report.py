@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli.report import names
-from slipstream.errors import TraceError
+from slipstream.errors import LaunchError, TraceError
 from slipstream.trace import Trace, write
 from tests.cli.running import run
 from tests.harness.traces import by_hand
@@ -65,3 +65,20 @@ def test_a_page_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TraceError, match="cannot be written: File exists"):
         _run(tmp_path / "a.json", "-o", tmp_path / "file" / "report.html")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["-o", "a.json"], "--output a.json: the file name must end in .html"),
+        (["--png", "a.jpg"], "--png a.jpg: the file name must end in .png"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_page_does_not_take_the_place_of_what_it_shows(tmp_path, monkeypatch, words, problem):
+    monkeypatch.chdir(tmp_path)
+    write(by_hand(), Path("a.json"))
+    before = Path("a.json").read_bytes()
+    with pytest.raises(LaunchError, match=problem):
+        _run("a.json", *words)
+    assert Path("a.json").read_bytes() == before

@@ -128,6 +128,14 @@ def test_a_missing_script_is_found_before_anything_runs(scale) -> None:
     assert not Path("out").exists()
 
 
+@pytest.mark.parametrize("limit", ["-1", "nan"])
+def test_a_limit_that_is_no_time_is_found_before_anything_runs(scale, limit) -> None:
+    code, _, err = scale(TRAIN, "--limit", limit)
+    assert code == 2
+    assert "--limit" in err
+    assert not Path("out").exists()
+
+
 def test_ranks_that_meet_rarely_are_not_measured_by_single_iterations(scale) -> None:
     Path("local.yaml").write_text("local: {steps: 16}")
     code, _, err = scale(TRAIN, "--strategy", "local.yaml")

@@ -38,6 +38,9 @@ def test_check(tmp_path):
     assert _run("check", str(file)) == f"{file}: valid (reordered)\n"
     with pytest.raises(StrategyError, match="a strategy file ends in"):
         _run("check", "exact")
+    file.write_text('{"local": {"steps": 16}, "gradients": {"codec": "int8"}}')
+    with pytest.raises(StrategyError, match=r"local with gradients\.codec: .* local: \{codec"):
+        _run("check", str(file))
 
 
 @pytest.mark.parametrize("command", ["show", "presets", "schema", "check"])

@@ -203,6 +203,11 @@ def test_a_script_that_never_steps_ends_in_a_box(slipstream, forks) -> None:
         (["--allow-lossy", "--to-loss", "3", "--steps", "9", "tuned.py"], "allowed: 40 or more"),
         (["--budget", "20s", "tuned.py"], "too short to start a training twice; allowed: 30s"),
         (["--log", "no/such/file.json", "tuned.py"], "--log no/such/file.json: cannot be written"),
+        (["--log", "tuned.py", "tuned.py"], "--log tuned.py: the file name must end in .json"),
+        (
+            ["-o", "all.json", "--log", "all.json", "tuned.py"],
+            "--log all.json would overwrite the file of --output; choose another one",
+        ),
         (["-o", "strategy.txt", "tuned.py"], "must end in .yaml"),
         (["-o", "optimal.yaml", "tuned.py"], "optimal.yaml exists and would be overwritten"),
         (["--strategy", "exact", "-o", "optimal.yaml", "tuned.py"], "would be overwritten"),

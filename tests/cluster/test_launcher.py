@@ -18,6 +18,7 @@ from slipstream.cluster.launcher import LaunchSpec, RankFailure, blame
 from slipstream.errors import LaunchError
 from tests.harness.ranks import free_port
 
+ROOT = Path(__file__).parents[2]
 TWO_NODES = {"nnodes": 2, "rdzv_endpoint": "node0:29500"}
 
 WRONG = {
@@ -36,6 +37,10 @@ WRONG = {
     "port": (TWO_NODES | {"rdzv_endpoint": "node0:70000"}, "'node0:70000' is not HOST:PORT"),
     "fixed and restarted": (TWO_NODES | {"node_rank": 0, "max_restarts": 1}, "leave out one"),
     "no script": ({"script": "nowhere.py"}, "'nowhere.py' does not exist"),
+    "a strategy": (
+        {"script": str(ROOT / "mkdocs.yml")},
+        "mkdocs.yml' is no Python file; a strategy goes before the script: --strategy FILE",
+    ),
     "a folder": ({"script": "."}, "'.' is not a file"),
 }
 

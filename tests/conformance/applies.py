@@ -29,6 +29,8 @@ LACKS = {
     "updates of one pass": "gradients that are zeroed between two passes end an update, after "
     "which ranks may meet: with an even number of updates from meeting to meeting they do not "
     "(docs/local.md)",
+    "updates by step()": "an update that no optimizer makes counts as one that this rank has "
+    "skipped, and a meeting undoes it; a script that makes all so is refused (docs/local.md)",
     "first rank's buffers": "ranks that meet average the buffers that each has (docs/local.md)",
     "own batches": "ranks that share a model train on the same batches, so none differs",
 }
@@ -50,7 +52,7 @@ def not_applicable(technique: Technique, habit: Habit) -> str | None:
     if technique.deals:
         lacking.add("same batches")
     if "local" in technique.strategy:
-        lacking |= {"updates of one pass", "first rank's buffers"}
+        lacking |= {"updates of one pass", "updates by step()", "first rank's buffers"}
         if technique.bound is not None:
             lacking.add("one update")
     parallel = technique.strategy.get("parallel", {})

@@ -167,6 +167,21 @@ class Loop:
         """A pass over the loader; how many updates it made."""
         raise NotImplementedError
 
+    def look(self) -> None:
+        """Take the first batch of a pass that is not made."""
+        raise NotImplementedError
+
+    def loss(self) -> Tensor:
+        """The loss of the next batch, for a script that computes gradients by itself."""
+        raise NotImplementedError
+
+    def averaged(self, gradient: Tensor) -> Tensor:
+        """What a script makes of a gradient of its own: the mean over ranks."""
+        import torch.distributed as dist
+
+        dist.all_reduce(gradient)
+        return gradient / self.ranks
+
     def gradients(self, loss_of: LossOf = mse, *, scale: float = 1.0) -> None:
         """All backward passes of an update."""
         for micro in range(self.accumulate):

@@ -63,12 +63,10 @@ class Plain(Loop):
         """Gradients of the mean over these batches, or of their sum by ``divisor``."""
         divisor = divisor or len(batches) * self.accumulate
         self.remember()  # what the user has written
-        before = {id(m): dict(m._buffers) for m in self.model.modules()}
+        before = self._buffers()
         errors: list[BaseException] = []
         for batch in reversed(batches):  # so that buffers are the first rank's in the end
-            for module in self.model.modules():
-                for name, buffer in before.get(id(module), {}).items():
-                    module._buffers[name] = None if buffer is None else buffer.clone()
+            self._give(before)
             own = batch._replace(rank=self.rank) if self.technique.shares_batches else batch
             self._computing = own.rank
             try:
@@ -84,6 +82,30 @@ class Plain(Loop):
                 self._computing = None
         if errors:
             raise errors[-1]
+
+    def _buffers(self) -> dict[int, dict[str, Tensor | None]]:
+        return {id(m): dict(m._buffers) for m in self.model.modules()}
+
+    def _give(self, buffers: dict[int, dict[str, Tensor | None]]) -> None:
+        """Begin a forward with copies of these."""
+        for module in self.model.modules():
+            for name, buffer in buffers.get(id(module), {}).items():
+                module._buffers[name] = None if buffer is None else buffer.clone()
+
+    def look(self) -> None:
+        pass
+
+    def loss(self) -> Tensor:
+        batches = [self._next(rank, self._loader(rank)) for rank in self._data_ranks]
+        before, losses = self._buffers(), []
+        for batch in reversed(batches):
+            self._give(before)
+            with self.technique.around_forward():
+                losses.append(mse(self.model, batch))
+        return torch.stack(losses).mean()
+
+    def averaged(self, gradient: Tensor) -> Tensor:
+        return gradient
 
     def gradients(self, loss_of: LossOf = mse, *, scale: float = 1.0) -> None:
         self._micro = 0

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.conformance.loop import Batch, Loop, LossOf, mse, square
 
@@ -46,6 +46,9 @@ class InSession(Loop):
     def backward(self, loss_of: LossOf = mse, *, scale: float = 1.0) -> None:
         self._backward(self._next(self.rank, self.session.loader), loss_of, scale)
 
+    def loss(self) -> Tensor:
+        return mse(self.session.model, self._next(self.rank, self.session.loader))
+
     def _backward(self, batch: Batch, loss_of: LossOf, scale: float = 1.0) -> None:
         losses = loss_of(self.session.model, batch)
         each = losses if isinstance(losses, tuple) else (losses,)
@@ -65,6 +68,9 @@ class InSession(Loop):
 
     def clip(self, max_norm: float) -> None:
         self.note("norm", self.session.clip_grad_norm_(max_norm))
+
+    def look(self) -> None:
+        next(iter(self.session.loader))
 
     def epoch(self, limit: int | None = None) -> int:
         updates = 0
@@ -133,6 +139,9 @@ class UnderDdp(Loop):
         losses = loss_of(self.ddp, batch)
         total = torch.stack(losses).sum() if isinstance(losses, tuple) else losses
         (total * scale / self.accumulate).backward()
+
+    def loss(self) -> Tensor:
+        return mse(self.ddp, self._next(self.rank, self._loader))
 
     def gradients(self, loss_of: LossOf = mse, *, scale: float = 1.0) -> None:
         self._micro = 0

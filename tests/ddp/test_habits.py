@@ -400,6 +400,37 @@ def test_an_update_that_the_script_skips_leaves_no_momentum(two) -> None:
     assert two.run(skipped_update) == [(3, 1)] * 2
 
 
+def own_gradients_and_momentum() -> tuple[str, str]:
+    """Assigned by a script before the first backward, and left of a backward in no_sync()."""
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    hook = DdpCodec(ddp, "dgc", optimizer=optimizer)
+    ddp.register_comm_hook(hook, codec_hook)
+    said = []
+    for by_hand in (True, False):
+        if by_hand:
+            for parameter in ddp.parameters():
+                parameter.grad = torch.ones_like(parameter)
+        else:
+            with ddp.no_sync():
+                ddp(torch.ones(2, 4)).mean().backward()
+        with pytest.raises(UsageError) as caught:
+            optimizer.step()
+        said.append(str(caught.value))
+        optimizer.zero_grad()
+        ddp(torch.ones(2, 4)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    hook.close()
+    return said[0], said[1]
+
+
+def test_gradients_that_ddp_has_not_averaged_are_refused_as_they_have_no_momentum(two) -> None:
+    for each in two.run(own_gradients_and_momentum):
+        for said in each:
+            assert "is none that DDP has averaged" in said
+
+
 def joined_with_momentum() -> str:
     ddp = DistributedDataParallel(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)

@@ -233,3 +233,24 @@ def extended() -> str:
 def test_parameters_that_come_to_a_group_later_are_refused(two) -> None:
     for said in two.run(extended):
         assert "to which gradients.codec dgc applies no momentum" in said
+
+
+def own_gradients() -> str:
+    """A script computes and averages gradients itself, in a session that never calls backward."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with slipstream.accelerate(model, optimizer, None, {"gradients": {"codec": "dgc"}}):
+        before = model.weight.detach().clone()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        with pytest.raises(UsageError) as caught:
+            optimizer.step()
+        assert torch.equal(model.weight, before)
+        optimizer.zero_grad()
+    return str(caught.value)
+
+
+def test_gradients_of_the_scripts_own_are_refused_as_they_would_have_no_momentum(two) -> None:
+    for said in two.run(own_gradients):
+        assert "these would have none" in said

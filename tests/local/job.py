@@ -62,15 +62,14 @@ def main() -> None:
     with slipstream.accelerate(model, optimizer, None, {"local": local}) as session:
         begun = session.updates
         print(f"begins at {begun} with share {session.data_rank}", flush=True)
-        update = begun
-        while update < last_update(folder, updates):
+        # one that joins again goes on where the others are
+        while (update := session.common_updates) < last_update(folder, updates):
             before = time.monotonic()
             session.backward(loss_of(model, 1000 * update + session.data_rank))
             session.step()
             longest = max(longest, time.monotonic() - before)
             time.sleep(seconds)
-            update += 1
-            (folder / f"{os.getpid()}.updates").write_text(str(update))
+            (folder / f"{os.getpid()}.updates").write_text(str(update + 1))
     found = {
         "begun": begun,
         "loss": torch.stack([loss_of(model, -seed) for seed in range(1, 9)]).mean().item(),

@@ -45,6 +45,9 @@ def test_who_waits_for_others_in_vain_is_told(
     monkeypatch.setattr(rendezvous, "JOIN", timedelta(seconds=0.3))
     with pytest.raises(ClusterError, match=r"1 have asked to join, .*at_least is 2"):
         three[0].join(trained=False)
+    three[0].leave()
+    with pytest.raises(ClusterError, match=r"2 have asked to join, 1 of them are gone, .*is 2"):
+        three[1].join(trained=False)
 
 
 def test_a_newcomer_waits_for_a_round_of_any_length(
@@ -107,6 +110,17 @@ def test_a_job_with_another_model_or_optimizer_is_refused(
         pytest.raises(ClusterError, match="model or optimizer of this job differs"),
     ):
         slipstream.accelerate(model, kind(model.parameters(), 0.1), None, {"local": local})
+
+
+def test_a_job_with_other_shares_of_the_data_is_refused() -> None:
+    store = open_store(0)
+    place = {"store": f"127.0.0.1:{store.port}", "at_least": 1}
+    one, other = build(), build()
+    local: dict[str, Any] = {"steps": 2, "rendezvous": place}
+    with slipstream.accelerate(one, sgd(one), None, {"local": local}):
+        place["at_least"] = 2
+        with pytest.raises(ClusterError, match="strategy local, model or optimizer of this job"):
+            slipstream.accelerate(other, sgd(other), None, {"local": local})
 
 
 def adam_of(order: tuple[int, ...]) -> Adam:

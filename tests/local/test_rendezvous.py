@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,13 +26,26 @@ import slipstream
 from slipstream.cli.islands import run_islands
 from slipstream.cli.store import open_store
 from slipstream.cluster.listen import TOKEN
-from slipstream.errors import ClusterError, LaunchError, ModelError, StrategyError, UsageError
+from slipstream.codecs import Ranks as Peers
+from slipstream.errors import (
+    ClusterError,
+    ExchangeError,
+    LaunchError,
+    ModelError,
+    StrategyError,
+    UsageError,
+)
 from slipstream.local import open_carrier, rendezvous
+from slipstream.local.exchanges import IslandExchanges
+from slipstream.local.island import Island
 from slipstream.local.model import LocalModel
+from slipstream.local.open_carrier import OpenCarrier
 from slipstream.local.open_training import OpenTraining
 from slipstream.local.rendezvous import Rendezvous
 from slipstream.local.view import View
 from slipstream.strategy import RendezvousConfig, Strategy
+from slipstream.transport.channel import Label
+from slipstream.transport.requests import ExchangeSteps
 from tests.harness.command_line import COMMAND_LINE
 from tests.harness.ranks import Ranks, free_port
 from tests.harness.scripts import Script
@@ -103,7 +117,7 @@ def test_the_next_view_is_without_the_dead(
     found = at_once(lambda: one.next_view(view), lambda: other.next_view(view))
     assert found[0] == found[1]
     assert found[0].islands == view.islands
-    other._gone.set()  # its heart stops
+    monkeypatch.setattr(rendezvous, "BEAT", 1e6)  # its heart stops
     monkeypatch.setattr(rendezvous, "DEAD", 1.5)
     one._half = timedelta.max  # it is not waited for in vain
     alone = one.next_view(found[0])
@@ -122,6 +136,65 @@ def test_who_leaves_is_not_waited_for(islands: list[Rendezvous]) -> None:
 def test_a_store_that_is_not_there_is_named() -> None:
     with pytest.raises(ClusterError, match=r"slipstream store --host 127\.0\.0\.1 --port 9"):
         Rendezvous(RendezvousConfig(store="127.0.0.1:9", timeout=1))
+
+
+def test_a_store_that_falls_silent_is_given_up(
+    tmp_path: Path, forks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOKEN, "a secret")
+    words = ["store", "--port", str(port := free_port())]
+    keeper = Script(COMMAND_LINE, *words, log=tmp_path / "log", folder=tmp_path)
+    island = Rendezvous(RendezvousConfig(store=f"127.0.0.1:{port}", timeout=120))
+    island.same("strategy", "steps 4")
+    os.kill(keeper.pid, signal.SIGSTOP)  # as a host that has lost power, or its network
+    island._store._seconds = 1
+    with pytest.raises(ClusterError, match=r"keeps silent: no answer within 1 s"):
+        island.same("strategy", "steps 4")
+    with pytest.raises(ClusterError, match=r"does not answer: .* start it there"):
+        Rendezvous(RendezvousConfig(store=f"127.0.0.1:{port}", timeout=1))
+    island.leave()
+    keeper.kill()
+
+
+@contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    """Ctrl-C inside, so much later."""
+    # by another signal, as a test runner may have a handler for that one
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_ctrl_c_ends_the_wait_for_others_that_close(islands: list[Rendezvous]) -> None:
+    view = joined(islands)
+    islands[0]._half = timedelta(hours=1)
+    islands[0]._store._seconds = 3600
+    with interrupted_after(1):
+        islands[0].close(view)
+    islands[1]._store.set(f"closed/{view.number}", "alone")
+
+
+def test_who_leaves_in_the_middle_of_an_exchange_says_so_at_once(
+    islands: list[Rendezvous],
+) -> None:
+    view = joined(islands)
+    one, other = islands
+    one._half = timedelta(hours=1)
+    one._store._seconds = 3600
+    waiting = threading.Thread(target=one.agree, args=(view, 0, True))
+    waiting.start()
+    other._store.wait(["done/1/0"], timedelta(seconds=30))
+    at_once(one.leave)
+    said = other._store.check([f"left/{one.island}"])
+    other.agree(view, 0, False)
+    waiting.join()
+    assert said
 
 
 @pytest.mark.parametrize("settings", [{"warm_up": 4}, {"auto": True}], ids=str)
@@ -169,6 +242,7 @@ def test_a_job_that_is_killed_comes_back(tmp_path: Path) -> None:
     assert first["longest"] < TIMEOUT
     assert first["parameters"] == newcomer["parameters"]
     assert "is gone: update" in jobs.logs()
+    assert "this job is island 3" in jobs.logs()
     assert "island 3 has joined" in jobs.logs()
     # with the share of the dead
     [share] = re.findall(rf"begins at {newcomer['begun']} with share (\d)", jobs.logs())
@@ -185,7 +259,8 @@ def test_a_job_that_is_silent_for_long_joins_again(tmp_path: Path) -> None:
     os.kill(sleeper.pid, signal.SIGCONT)
     jobs.wait_for(jobs.updates(sleeper) + 40, sleeper)
     jobs.end_soon()
-    jobs.end()
+    found = jobs.end()
+    assert len({one["parameters"] for one in found}) == 1  # all end at one update
     assert "came too late" in jobs.logs()
     assert "island 3 has joined" in jobs.logs()
 
@@ -299,6 +374,77 @@ def test_restoring_what_other_jobs_do_not_have_is_refused() -> None:
         assert session.all_updates == 2
 
 
+class Still:
+    """A resident that has trained nothing."""
+
+    def __init__(self) -> None:
+        self.settled = self.dropped = False
+        self.met = 0
+
+    def save(self) -> dict[str, Any]:
+        return {"optimizer": {"state": {}}}
+
+    def settle(self, state: Any, *, again: bool) -> None:
+        self.settled = again
+
+    def drop(self) -> None:
+        self.dropped = True
+
+    def meet_as(self, islands: Any, slot: int) -> None:
+        self.met = islands.count
+
+
+def test_who_finds_that_others_have_gone_on_when_it_admits_them_joins_again(
+    islands: list[Rendezvous], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one that sleeps while all others are late: these take it for dead, and go on."""
+    joined(islands)
+    carriers = [OpenCarrier(island) for island in islands]
+    residents = [Still(), Still()]
+    for carrier, resident, island in zip(carriers, residents, islands, strict=True):
+        carrier.resident = resident
+        # each is alone, in a view of its own
+        carrier._view = View(2 + (island is islands[1]), (island.island,), (0,), (), 2)
+    sleeper, late = carriers
+    islands[1].open(late._view)
+
+    def meet() -> None:
+        while residents[1].met < 2:
+            late.start(Label("meeting", lambda: "a meeting"), lambda: iter(()))
+            late.wait()
+            if late.newcomers:
+                late.admit()
+
+    at_once(sleeper.admit, meet)
+    assert [resident.met for resident in residents] == [2, 2]
+    assert (residents[0].dropped, residents[0].settled) == (True, True)
+    assert "came too late: the admission of others; it joins again" in capsys.readouterr().err
+
+
+def test_one_that_dies_while_it_joins_is_named(
+    islands: list[Rendezvous], capsys: pytest.CaptureFixture[str]
+) -> None:
+    joined(islands)
+    islands[0]._store.set("left/3", "yes")
+    view = View(2, (1, 2, 3), (0, 1, 2), (3,), 3)
+    for island in islands:
+        island._half = timedelta(seconds=2)  # for its connection
+    carriers = [OpenCarrier(island) for island in islands]
+    for carrier in carriers:
+        carrier.resident = Still()
+    at_once(*(partial(carrier._enter, view, again=True) for carrier in carriers))
+    assert [carrier._view.islands for carrier in carriers] == [(1, 2), (1, 2)]
+    said = capsys.readouterr().err
+    assert said == "slipstream: island 3 is gone: the admission of others; 2 go on\n"
+
+
+def training_of(session: slipstream.Session) -> OpenTraining:
+    whole = session._loop.sharding.model
+    assert isinstance(whole, LocalModel)
+    assert isinstance(whole.training, OpenTraining)
+    return whole.training
+
+
 @contextmanager
 def one_job(**local: Any) -> Iterator[tuple[nn.Module, OpenTraining]]:
     """A job that has met nobody, after four updates."""
@@ -309,10 +455,57 @@ def one_job(**local: Any) -> Iterator[tuple[nn.Module, OpenTraining]]:
         for update in range(4):
             session.backward(loss_of(model, 0, update))
             session.step()
-        whole = session._loop.sharding.model
-        assert isinstance(whole, LocalModel)
-        assert isinstance(whole.training, OpenTraining)
-        yield model, whole.training
+        yield model, training_of(session)
+
+
+def test_what_is_frozen_sends_no_rounding_when_an_exchange_is_repeated() -> None:
+    model, store = build().bfloat16(), open_store(0)
+    place = {"store": f"127.0.0.1:{store.port}", "at_least": 1}
+    local = {"steps": 4, "rendezvous": place}
+    with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
+        [meeting] = training_of(session)._meetings
+        meeting.outer.mul_(1.001)  # a mean, which 16 bits do not hold
+        with torch.no_grad():
+            meeting.write(meeting.outer)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        meeting.send(1, 0)
+        assert meeting.flight is not None
+        for _ in range(2):
+            assert not [*meeting.exchange(0)]
+            assert not meeting.flight.change.any()
+        meeting.flight = None
+
+
+def test_a_job_whose_store_is_gone_blames_no_other_job(islands: list[Rendezvous]) -> None:
+    view = joined(islands)
+    carrier = OpenCarrier(islands[0])
+    carrier._view = view
+    island = Island((0,), Peers(0, 2))
+    exchanges = IslandExchanges(carrier, island, torch.device("cpu"), lambda: None, None, "rank 0")
+    islands[0]._store._seconds = 0  # as long as it is given to answer
+    exchanges.sum(Label("meeting", lambda: "a meeting"), torch.zeros(1))
+    with pytest.raises(ExchangeError, match=r"is gone, or keeps silent: [^;]*$"):
+        exchanges.land()
+
+
+def test_an_exchange_that_is_about_to_end_does_so_after_ctrl_c() -> None:
+    """Its thread would abort the interpreter, if it came back while that ends."""
+    ended = list[bool]()
+
+    def exchange() -> ExchangeSteps:
+        time.sleep(0.5)
+        ended.append(True)
+        yield from ()
+
+    with apart(1) as [island]:
+        carrier = OpenCarrier(island)
+        carrier._view = View(1, (0,), (0,), (), 0)
+        carrier.start(Label("meeting", lambda: "a meeting"), exchange)
+        with interrupted_after(0.1):
+            carrier.wait()
+        carrier.leave()
+        assert ended
 
 
 def test_a_change_that_others_went_on_without_is_taken_back() -> None:

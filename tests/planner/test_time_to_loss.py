@@ -280,6 +280,7 @@ def test_a_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
     ("text", "words"),
     [
         (None, "No such file"),
+        ("", "it is empty"),
         ("{", "not valid JSON"),
         ('{"runs": []}', "runs"),
         ('{"runs": [{"strategy": {"x": 1}, "seconds": 1, "error": 0, "losses": [1]}]}', "setting"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 from slipstream.errors import UsageError
 from slipstream.precision import autocast, half_weights
@@ -267,6 +268,22 @@ def test_rotary_positions_keep_their_frequencies() -> None:
     half = half_weights(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert [*half.floats] == ["1"]
     torch.testing.assert_close(model(x), exact, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("way", ["matrix_exp", "cayley", "householder"])
+def test_a_layer_with_orthogonal_weights_stays_fp32(way: str) -> None:
+    """Torch makes them by an exponential, NaN in 16 bits, or by what it has for fp32 alone."""
+    turned = parametrizations.orthogonal(nn.Linear(8, 8), orthogonal_map=way)
+    model = nn.Sequential(nn.Linear(4, 8), turned, nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    half = half_weights(model, optimizer)
+    assert [*half.floats] == ["1"]
+    for _ in range(3):
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weight = turned.weight.detach()
+    torch.testing.assert_close(weight @ weight.T, torch.eye(8), atol=1e-5, rtol=1e-5)
 
 
 def test_a_real_model_takes_words_and_returns_its_own_output() -> None:

@@ -10,6 +10,7 @@ from slipstream.strategy import (
     ByPercentConfig,
     FlatConfig,
     GradientsConfig,
+    HalfConfig,
     Setting,
     Strategy,
 )
@@ -174,3 +175,13 @@ def test_long_values_are_cut():
     with pytest.raises(StrategyError) as caught:
         Strategy.load({"gradients": {"accumulate": "x" * 10_000}})
     assert len(str(caught.value)) < 300
+
+
+def test_settings_that_do_not_go_together_are_refused_when_the_strategy_is_built():
+    with pytest.raises(StrategyError, match=r"\(top level\): local with gradients\.codec: grad"):
+        Strategy.load({"local": {}, "gradients": {"codec": "half"}})
+    with pytest.raises(StrategyError, match=r"checks\.replay with compute\.compile"):
+        Strategy.load({"checks": {"every": 9, "replay": True}, "compute": {"compile": True}})
+    alone = Strategy.load({"local": {}})
+    with pytest.raises(StrategyError, match=r"local with gradients\.codec"):
+        alone.with_gradients(codec=HalfConfig())

@@ -179,9 +179,13 @@ def _size(group: tuple[tuple[str, ...], list[int]]) -> int:
 def _read(kind: type[M], path: Path) -> M:
     try:
         return kind.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        first = str(error).splitlines()[0]
-        raise TraceError(f"{path} is no autopsy: {first}") from None
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}"
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        problem = f"is no autopsy: {where and f'{where}: '}{first['msg']}"
+    raise TraceError(f"{path} {problem}. Give the folder that the error named (checks.folder).")
 
 
 def _verdict(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from typing import Annotated
+from errno import EDQUOT, ENOSPC
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 from typer import Option
+from typer.main import get_command
 
 from slipstream.cli import autopsy, launch, report, scale, store, strategy, testbed, trace, watch
 from slipstream.cli.demo.command import demo
@@ -63,12 +66,28 @@ def _options(
 
 def main() -> None:
     """Run the command line; a user mistake prints one red box and exits with code 2."""
+    command = get_command(app)
+    _let_help_flow(command)
     try:
-        app(prog_name="slipstream")  # completion has it in the name of its variable
+        command(prog_name="slipstream")  # completion has it in the name of its variable
     except SlipstreamError as error:
-        Console(stderr=True).print(
-            Panel(
-                Text(str(error)), title=type(error).__name__, title_align="left", border_style="red"
-            )
-        )
+        _say(type(error).__name__, str(error))
         sys.exit(2)
+    except OSError as error:
+        if error.errno not in (ENOSPC, EDQUOT):
+            raise
+        _say(type(error).__name__, f"{error.strerror}: free some space, or write to another disk")
+        sys.exit(2)
+
+
+def _let_help_flow(command: Any) -> None:
+    """Join the lines of each paragraph: as they are, typer breaks them once more on a terminal
+    narrower than the source. Examples, in their tags, stay on lines of their own."""
+    command.help = re.sub(r"(?<=[^\s\]])\n(?=[^\s\[])", " ", command.help or "")
+    for one in getattr(command, "commands", {}).values():
+        _let_help_flow(one)
+
+
+def _say(title: str, problem: str) -> None:
+    box = Panel(Text(problem), title=title, title_align="left", border_style="red")
+    Console(stderr=True).print(box)

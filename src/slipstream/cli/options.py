@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -54,8 +54,7 @@ def check_writable(option: str, file: Path | None, suffixes: Collection[str] = (
     """
     if file is None:
         return
-    if suffixes and file.suffix.lower() not in suffixes:
-        raise LaunchError(f"{option} {file}: the file name must end in {' or '.join(suffixes)}")
+    check_suffix(option, file, suffixes)
     # a file is replaced, so its folder must take another one; a device is written to
     target = Path(os.path.realpath(file)) if file.is_symlink() else file  # which is written
     place = file if file.exists() and not file.is_file() else target.parent
@@ -64,3 +63,44 @@ def check_writable(option: str, file: Path | None, suffixes: Collection[str] = (
         raise LaunchError(f"{option} {file}: {reason}, or choose another place")
     if file.is_dir() or not os.access(place, os.W_OK):
         raise LaunchError(f"{option} {file}: cannot be written; choose another place")
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Fail before the work if a folder, which need not exist, cannot get its result.
+
+    Raises:
+        LaunchError: it is a file, or it or the first of its parents that exists is not writable.
+    """
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise LaunchError(f"{option} {folder}: cannot be written; choose another place")
+
+
+def check_suffix(option: str, file: Path | None, suffixes: Collection[str]) -> None:
+    """Fail before the work if the name of its result, unless there is none, is of another kind.
+
+    Raises:
+        LaunchError: another suffix than ``suffixes``, unless these are empty.
+    """
+    if file is not None and suffixes and file.suffix.lower() not in suffixes:
+        raise LaunchError(f"{option} {file}: the file name must end in {' or '.join(suffixes)}")
+
+
+def check_apart(
+    results: Mapping[str, Path | None], sources: Mapping[str, str | Path | None] | None = None
+) -> None:
+    """Fail before the work if a result would take the place of a source, or of another result.
+
+    Raises:
+        LaunchError: names both options and the file.
+    """
+    owner: dict[str, str] = {}
+    for option, file in {**(sources or {}), **results}.items():
+        if file is None:
+            continue
+        place = os.path.realpath(file)
+        if option in results and place in owner:
+            raise LaunchError(
+                f"{option} {file} would overwrite the file of {owner[place]}; choose another one"
+            )
+        owner[place] = option

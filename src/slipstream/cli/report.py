@@ -10,6 +10,7 @@ import typer
 from typer import Argument, Option
 
 from slipstream.advisor.advise import advise
+from slipstream.cli.options import check_apart, check_suffix
 from slipstream.errors import TraceError
 from slipstream.files.write import write_whole
 from slipstream.planner.progress.calibration import LossCalibration
@@ -40,6 +41,11 @@ def report(
 
     [bold]slipstream report trace.json --png timeline.png --trials trials.json[/bold]
     """
+    check_suffix("--output", output, (".html", ".htm"))
+    check_suffix("--png", picture, (".png",))
+    sources: dict[str, str | Path | None] = {"--trials": trials, "--losses": losses}
+    sources |= {f"trace {number}": path for number, path in enumerate(traces, 1)}
+    check_apart({"--output": output, "--png": picture}, sources)
     named = [(name, chrome.read(path)) for name, path in zip(names(traces), traces, strict=True)]
     measured = [(name, trace) for name, trace in named if not trace.meta.get("predicted")]
     predicted = [(name, trace) for name, trace in named if trace.meta.get("predicted")]

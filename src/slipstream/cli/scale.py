@@ -71,7 +71,7 @@ def scale(
     ranks: Annotated[str, Option(help="Numbers of ranks to run with.")] = "1,2,4",
     steps: Annotated[int, Option(min=1, help="Iterations to measure in each run.")] = 10,
     skip: Annotated[int, Option(min=0, help="Iterations before them, as warm-up.")] = 3,
-    limit: Annotated[float, Option(help="Time limit of a run, in seconds.")] = 600.0,
+    limit: Annotated[float, Option(min=0, help="Time limit of a run, in seconds.")] = 600.0,
     strategy: StrategyOption = None,
     folder: Annotated[
         Path | None, Option(help="For traces, logs, JSON. Default: slipstream-logs/scale-TIME.")

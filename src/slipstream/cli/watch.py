@@ -31,6 +31,7 @@ from slipstream.checks.rank_ends import RankEnds
 from slipstream.checks.vitals import PROC
 from slipstream.checks.watch import Watch
 from slipstream.checks.watched_host import WatchedHost
+from slipstream.cli.options import check_folder
 from slipstream.cluster import listen
 from slipstream.errors import ClusterError, LaunchError
 from slipstream.files.write import write_whole
@@ -83,6 +84,7 @@ def watch(
     seconds = seconds_of(timeout)
     if not seconds:
         raise LaunchError(f"--timeout {timeout!r}: must be a time with its unit: 30s, 5m, 1h")
+    check_folder("--folder", folder)
     if not (PROC / "self/stat").exists():
         raise LaunchError("watch reads /proc, which this system does not have; it needs Linux")
     board = _board(meet, hosts, host_rank)

@@ -93,7 +93,8 @@ class RankLogs:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LaunchError(
-                f"the log folder cannot be created: {error}; choose another with --log-dir"
+                f"the log folder {self.folder} cannot be created: {error.strerror}; choose another "
+                "with --log-dir"
             ) from error
         if not os.access(folder, os.W_OK | os.X_OK):
             raise LaunchError(

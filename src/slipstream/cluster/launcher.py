@@ -101,6 +101,11 @@ class LaunchSpec:
                 f"the script {self.script!r} {kind} (in {Path.cwd()}); name a Python file, "
                 "or a module with -m"
             )
+        if not self.module and Path(self.script).suffix.lower() in (".yaml", ".yml", ".json"):
+            raise LaunchError(
+                f"the script {self.script!r} is no Python file; a strategy goes before the script: "
+                "--strategy FILE"
+            )
 
     @property
     def rendezvous(self) -> str:

@@ -76,6 +76,8 @@ class MomentumWatch:
         self._scale = self._loss_scale()
 
     def _step_begins(self, *_: object) -> None:
+        if not self._averages:
+            self._refuse_own()
         having = [p for p, _, _ in self._averages if p.grad is not None]
         self._are_there = bool(having) or not self._averages
         for parameter, before, version in self._averages:
@@ -90,6 +92,17 @@ class MomentumWatch:
         same = (largest == self._largest) | torch.isclose(largest * self._scale, self._largest)
         if not same.all():
             raise self._changed(self._averages[int(same.int().argmin())][0])
+
+    def _refuse_own(self) -> None:
+        """Refuse gradients that are no averages: to them the codec has added no momentum."""
+        for parameter, name in self._names.items():
+            if parameter.grad is not None and bool(parameter.grad.any()):
+                raise UsageError(
+                    f"the gradient of parameter {name} is none that DDP has averaged, so it has "
+                    "no momentum and no weight decay, which the codec dgc applies in place of the "
+                    "optimizer; compute gradients by loss.backward() outside of ddp.no_sync(), or "
+                    "use another codec"
+                )
 
     def _changed(self, parameter: torch.Tensor) -> UsageError:
         return UsageError(

@@ -76,7 +76,10 @@ class IslandExchanges:
                     self.carrier.wait()
                 self._landed()
         except (ExchangeError, ClusterError) as error:
-            self.failure = f"{self._at}: {error}; another rank is gone, or has left the loop"
+            # among islands that come and go the error itself says what is wrong
+            fixed = self.carrier is None or self.carrier.fixed
+            gone = "; another rank is gone, or has left the loop" if fixed else ""
+            self.failure = f"{self._at}: {error}{gone}"
             raise ExchangeError(self.failure) from error
         self._in_flight = False
 

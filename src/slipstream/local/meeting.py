@@ -217,6 +217,7 @@ class Meeting:
     def _restore(self, flight: Flight) -> None:
         """Undo what an exchange that was broken off has done."""
         flight.change.copy_(self.outer).sub_(flight.sent)
+        self._drop_rounding(flight.change)
         if flight.lost:
             flight.change.zero_()
         flight.buffers.copy_(flight.own_buffers)

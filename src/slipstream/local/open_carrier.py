@@ -27,6 +27,8 @@ from slipstream.transport.transport import run
 
 PART = 4 * 2**20
 """Bytes of a state that travel at a time."""
+LEAVE = 1.0
+"""Seconds for an exchange under way to end, where a script fails."""
 REPEATS = 3
 """Of one exchange, until islands give up."""
 
@@ -55,7 +57,8 @@ class _Pending:
     exchange: Exchange
     asked: int | None = None
     error: Exception | None = None
-    thread: threading.Thread = field(default_factory=threading.Thread)
+    # the thread does not know it, once Ctrl-C has interrupted a join (Python 3.11)
+    ended: threading.Event = field(default_factory=threading.Event)
 
 
 class OpenCarrier:
@@ -84,11 +87,11 @@ class OpenCarrier:
 
     @property
     def arrived(self) -> bool:
-        return self._pending is None or not self._pending.thread.is_alive()
+        return self._pending is None or self._pending.ended.is_set()
 
     def wait(self) -> None:
         while (pending := self._pending) is not None:
-            pending.thread.join()
+            pending.ended.wait()
             if pending.error is not None:
                 self._pending = None
                 raise pending.error
@@ -101,17 +104,19 @@ class OpenCarrier:
 
     def _begin(self, pending: _Pending) -> None:
         self._pending = pending
+        pending.ended.clear()
         # a daemon: a script that fails while an island is silent must end
-        pending.thread = threading.Thread(
+        threading.Thread(
             target=self._carry, args=(pending,), name="slipstream-meeting", daemon=True
-        )
-        pending.thread.start()
+        ).start()
 
     def _carry(self, pending: _Pending) -> None:
         try:
             pending.asked = self._attempt(pending.exchange)
         except Exception as error:
             pending.error = error
+        finally:
+            pending.ended.set()
 
     def _attempt(self, exchange: Exchange) -> int | None:
         """Carry out an exchange, if all islands do."""
@@ -136,7 +141,7 @@ class OpenCarrier:
 
     def join(self) -> None:
         """Join the islands, and take over their state."""
-        self._enter(self._rendezvous.join(trained=False), again=False)
+        self._enter(self._join(trained=False), again=False)
 
     def same(self, what: str, value: str) -> None:
         """Refuse something else than the first island has."""
@@ -147,19 +152,12 @@ class OpenCarrier:
 
     def _go_on(self, where: str) -> bool:
         """Go on with those that are left; False: without this island, which has joined again."""
-        before = self._view
         self._transport = None
+        return self._enter(self._next_view(self._view, where), again=True, where=where)
+
+    def _next_view(self, before: View, where: str) -> View:
+        """The view after one that has lost an island, which the first that is left names."""
         view = self._rendezvous.next_view(before)
-        if self._rendezvous.island not in view.islands:
-            print(
-                f"slipstream: island {self._rendezvous.island} came too late: {where}; it joins "
-                "again, with what it has done",
-                file=sys.stderr,
-            )
-            assert self.resident is not None
-            self.resident.drop()
-            self._enter(self._rendezvous.join(trained=True), again=True)
-            return False
         self._count_repeats(before, view)
         gone = sorted({*before.islands} - {*view.islands})
         if gone and view.islands[0] == self._rendezvous.island:
@@ -168,7 +166,24 @@ class OpenCarrier:
                 f"{len(view.islands)} go on",
                 file=sys.stderr,
             )
-        return self._enter(view, again=True)
+        return view
+
+    def _rejoin(self, where: str, *, trained: bool) -> View:
+        """Join again, as the others have gone on without this island."""
+        print(
+            f"slipstream: island {self._rendezvous.island} came too late: {where}; it joins again"
+            f"{', with what it has done' if trained else ''}",
+            file=sys.stderr,
+        )
+        assert self.resident is not None
+        self.resident.drop()
+        return self._join(trained=trained)
+
+    def _join(self, *, trained: bool) -> View:
+        view = self._rendezvous.join(trained=trained)
+        # by this number the others speak of it
+        print(f"slipstream: this job is island {self._rendezvous.island}", file=sys.stderr)
+        return view
 
     def _count_repeats(self, before: View, view: View) -> None:
         """Give up where islands repeat an exchange again and again, although all are there."""
@@ -180,11 +195,14 @@ class OpenCarrier:
                 "exchange"
             )
 
-    def _enter(self, view: View, *, again: bool) -> bool:
+    def _enter(self, view: View, *, again: bool, where: str = "the admission of others") -> bool:
         """Meet in a view from now on; whether this island is still what it was."""
         assert self.resident is not None
-        own, stays = self._rendezvous.island, True
+        stays = True
         while True:
+            if self._rendezvous.island not in view.islands:
+                stays, view = False, self._rejoin(where, trained=again)
+            own = self._rendezvous.island
             self._view, self._number, self._transport = view, 0, None
             view = self._view = self._rendezvous.led(view)
             fresh = own in view.fresh
@@ -192,12 +210,7 @@ class OpenCarrier:
             welcome = _Welcome(self.resident, view, own)
             if self._connect(view) and self._attempt(welcome.exchange) is not None:
                 break
-            before, view = view, self._rendezvous.next_view(view)
-            self._count_repeats(before, view)
-            if own not in view.islands:
-                stays = False
-                self.resident.drop()
-                view, own = self._rendezvous.join(trained=again), self._rendezvous.island
+            view = self._next_view(view, where)
         self._rendezvous.begun()
         self._repeats = 0
         if fresh:
@@ -230,6 +243,9 @@ class OpenCarrier:
         """Take part no longer; idempotent."""
         self._transport = self.resident = None
         self._rendezvous.leave()
+        if self._pending is not None:
+            # one that came back from torch while the interpreter ends would abort it
+            self._pending.ended.wait(LEAVE)
 
 
 class _Welcome:

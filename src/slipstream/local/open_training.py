@@ -51,7 +51,8 @@ class OpenTraining(LocalTraining):
         shapes = [(name, str(value.dtype), tuple(value.shape)) for name, value in named.items()]
         own = self._config.model_copy(update={"rendezvous": None}).document(full=True)
         optimizer = type(self._optimizer).__name__
-        carrier.same("strategy local, model or optimizer", repr((own, shapes, optimizer)))
+        found = own, self.at_least, shapes, optimizer  # shares of the data are at_least
+        carrier.same("strategy local, model or optimizer", repr(found))
         carrier.join()
         self._begins = not self.updates
         with torch.no_grad():

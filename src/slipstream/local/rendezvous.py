@@ -21,10 +21,13 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +39,7 @@ from slipstream.errors import ClusterError
 from slipstream.local.view import View
 from slipstream.strategy import RendezvousConfig
 
+T = TypeVar("T")
 BEAT = 1.0
 """Seconds from one heartbeat to the next."""
 DEAD = 4.0
@@ -44,6 +48,38 @@ LOOK = 0.05
 """Seconds from one look at the store to the next, while waiting."""
 JOIN = timedelta(minutes=10)
 """For the jobs that begin together, until enough have come."""
+
+
+def _within(seconds: float, call: Callable[..., T], *args: Any) -> T:
+    """Call in a thread of its own: torch waits for ever for a store that keeps silent, and hears no
+    Ctrl-C while it waits.
+
+    Raises:
+        RuntimeError: it takes longer.
+    """
+    answer = Future[T]()
+
+    def ask() -> None:
+        try:
+            answer.set_result(call(*args))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="slipstream-ask", daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError:
+        raise RuntimeError(f"no answer within {seconds:g} s") from None
+
+
+class _Patient:
+    """A store that is asked for so many seconds at most."""
+
+    def __init__(self, store: Store, seconds: float) -> None:
+        self.store, self._seconds = store, seconds
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(_within, self._seconds, getattr(self.store, name))
 
 
 class Rendezvous:
@@ -56,7 +92,7 @@ class Rendezvous:
     def __init__(self, config: RendezvousConfig) -> None:
         self._config, self.island = config, 0
         self._half = timedelta(seconds=config.timeout / 2)
-        self._store = self._connect()
+        self._store = _Patient(self._connect(), config.timeout)
         self._gone = threading.Event()
         # A client of its own: one that waits keeps others of its threads from asking.
         beats = self._connect()
@@ -67,9 +103,13 @@ class Rendezvous:
 
     def _connect(self) -> Store:
         host, _, port = self._config.store.rpartition(":")
-        try:
+
+        def connect() -> Store:
             store = TCPStore(host.strip("[]"), int(port), is_master=False, timeout=self._half)
             return PrefixStore(admit(store, run_token(), self._config.store), store)
+
+        try:
+            return _within(self._config.timeout, connect)
         except (RuntimeError, OSError) as error:
             if isinstance(error, ClusterError):
                 raise
@@ -83,6 +123,8 @@ class Rendezvous:
         with suppress(RuntimeError):  # the store is gone: the training finds out
             while not self._gone.wait(BEAT):
                 store.set(f"beat/{self.island}", str(time.monotonic()))
+            # by this client, as an exchange that is waited for no longer may keep the other one
+            store.set(f"left/{self.island}", "yes")
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -118,12 +160,13 @@ class Rendezvous:
                 asked = self._store.add("asked", 0)
                 over, view = self._store.check(["over"]), self._newest()
                 if view is None:
-                    self._begin(asked, beats)
+                    gone = self._begin(asked, beats)
                     if time.monotonic() > until:
                         raise ClusterError(
                             f"too few jobs have come to {self._config.store} in "
                             f"{JOIN.total_seconds():g} s: {asked} have asked to join, "
-                            f"local.rendezvous.at_least is {self._config.at_least}"
+                            + f"{gone} of them are gone, " * bool(gone)
+                            + f"local.rendezvous.at_least is {self._config.at_least}"
                         )
                 elif self._all_dead(view, beats) and (trained or not over):
                     if not trained:
@@ -142,13 +185,15 @@ class Rendezvous:
             number = int(self._store.get(f"admitted/{self.island}"))
             return self._view(number)
 
-    def _begin(self, asked: int, beats: dict[int, tuple[bytes, float]]) -> None:
-        """Open the first view, if enough are there and no island that came before is alive."""
+    def _begin(self, asked: int, beats: dict[int, tuple[bytes, float]]) -> int:
+        """Open the first view, if enough are there and no island that came before is alive; how
+        many are gone."""
         now = time.monotonic()
         gone = [i for i in range(1, asked + 1) if i != self.island and self._is_dead(i, beats, now)]
         first = all(island in gone for island in range(1, self.island))
         if first and asked - len(gone) >= self._config.at_least:
             self.open(View.first(asked, gone))
+        return len(gone)
 
     def _all_dead(self, view: View, beats: dict[int, tuple[bytes, float]]) -> bool:
         now = time.monotonic()
@@ -253,9 +298,9 @@ class Rendezvous:
         """
         if len(view.islands) == 1:
             return None
-        store = PrefixStore(f"group/{view.number}", self._store)
+        store = PrefixStore(f"group/{view.number}", self._store.store)
         rank, size = view.islands.index(self.island), len(view.islands)
-        gloo = dist.ProcessGroupGloo(store, rank, size, self._half)
+        gloo = _within(self._config.timeout, dist.ProcessGroupGloo, store, rank, size, self._half)
         group, kind = dist.ProcessGroup(store, rank, size), dist.ProcessGroup.BackendType.GLOO
         group._set_default_backend(kind)
         for device in ("cpu", "cuda"):
@@ -292,7 +337,7 @@ class Rendezvous:
                 self._store.wait([key], self._half)
             except dist.DistStoreError:  # the time is up
                 self._store.compare_set(key, "", "alone")
-            together = self._store.get(key) == b"together"
+            together: bool = self._store.get(key) == b"together"
             if together:
                 self.end()
         return together
@@ -307,6 +352,4 @@ class Rendezvous:
         if self._gone.is_set():
             return
         self._gone.set()
-        with suppress(RuntimeError):
-            self._store.set(f"left/{self.island}", "yes")
         self._beats.join(timeout=BEAT)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from slipstream.errors import StrategyError
 from slipstream.plain_copy import Attached, copy_plainly, detached
@@ -38,13 +39,23 @@ def _is_rotary(module: nn.Module) -> bool:
     return "rotary" in type(module).__name__.lower() and next(module.parameters(), None) is None
 
 
+def _is_orthogonal(module: nn.Module) -> bool:
+    """Whether a module's parametrization keeps a weight orthogonal: torch's exponentials of
+    matrices become NaN in 16 bits, and its decompositions have none."""
+    if not parametrize.is_parametrized(module):
+        return False
+    lists: Any = module.parametrizations
+    return any("orthogonal" in type(p).__name__.lower() for each in lists.values() for p in each)
+
+
 def modules_in_float(model: nn.Module, patterns: Sequence[str], *, normalisation: bool) -> Modules:
     """The outermost modules that stay fp32, by path.
 
     Args:
         model: searched without itself.
         patterns: of module paths, with ``*`` and ``?`` as wildcards.
-        normalisation: whether normalisation layers and rotary positions stay fp32, too.
+        normalisation: whether normalisation layers, rotary positions and layers with orthogonal
+            weights (``torch.nn.utils.parametrizations.orthogonal``) stay fp32, too.
 
     Raises:
         StrategyError: a pattern matches no module.
@@ -62,11 +73,12 @@ def modules_in_float(model: nn.Module, patterns: Sequence[str], *, normalisation
                 f"precision.float_modules: {pattern!r} matches no module"
                 f"{did_you_mean(pattern, paths)}; allowed: module paths with * and ? as wildcards"
             )
+    kept_kinds = (is_normalisation, _is_rotary, _is_orthogonal) if normalisation else ()
     chosen = {
         path: module
         for path, module in paths.items()
         if any(fnmatchcase(path, pattern) for pattern in patterns)
-        or (normalisation and (is_normalisation(module) or _is_rotary(module)))
+        or any(kept(module) for kept in kept_kinds)
     }
     inside = {id(m) for module in chosen.values() for m in [*module.modules()][1:]}
     first: dict[nn.Module, str] = {}

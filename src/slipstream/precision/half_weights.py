@@ -334,9 +334,10 @@ def half_weights(
 ) -> HalfWeights:
     """Compute ``model`` in 16 bits while ``optimizer`` works on fp32 masters of its parameters.
 
-    fp32 parameters and buffers become ``dtype``, except those of normalisation layers and rotary
-    positions ("norm", "rotary" in the name of their class); parameters that are ``dtype`` already
-    get masters, too; other types stay. Inputs are cast where they enter the model or a module that
+    fp32 parameters and buffers become ``dtype``, except those of normalisation layers, rotary
+    positions ("norm", "rotary" in the name of their class) and layers whose weights
+    ``torch.nn.utils.parametrizations.orthogonal`` makes; parameters that are ``dtype`` already get
+    masters, too; other types stay. Inputs are cast where they enter the model or a module that
     stays fp32; the model's outputs are fp32. The training loop stays as it is; with fp16, scale the
     loss, e.g. by ``torch.amp.GradScaler`` or by a session's loss scale. Name a module in
     ``float_modules`` if another buffer must be exact.

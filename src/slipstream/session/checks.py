@@ -173,24 +173,26 @@ def check_loader(loader: object) -> None:
         )
 
 
-def check_replay(strategy: Strategy) -> None:
-    """Refuse replays of graphs that support one backward alone.
+def check_local_loader(strategy: Strategy, loader: object) -> None:
+    """Refuse a loader of which all ranks must take a batch at the same time.
 
     Raises:
-        StrategyError: names the setting.
+        StrategyError: says what to do with it.
     """
-    if not strategy.checks.replay or strategy.checks.every is None:
+    local = strategy.local
+    if local is None or loader is None:
         return
-    once = {
-        "compute.compile": strategy.compute.compile,
-        "memory.recompute keep": getattr(strategy.memory.recompute, "keep", ()),
-    }
-    for setting, used in once.items():
-        if used:
-            raise StrategyError(
-                f"checks.replay with {setting}: a replay goes through a graph three times, and "
-                "that one frees in its backward what it has used; leave one of the two out"
-            )
+    if local.stretch:
+        raise StrategyError(
+            "local.stretch with a loader: ranks of different speed take different numbers of "
+            "batches, and session.loader keeps them in step; leave it out of accelerate(), and "
+            "iterate over it by yourself while session.all_updates is below what you want"
+        )
+    if local.rendezvous is not None:
+        raise StrategyError(
+            "local.rendezvous with a loader: which share of the data a job has is known after "
+            "accelerate(); make the loader then, by session.data_rank and session.data_size"
+        )
 
 
 def _parameter_problem(p: Any, device: torch.device) -> str | None:

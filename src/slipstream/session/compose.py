@@ -32,7 +32,7 @@ from slipstream.parallel.whole_model import WholeModel
 from slipstream.precision.masters import everything
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session.accumulation import AccumulationWindow
-from slipstream.session.checks import ACCELERATED, SHARDED
+from slipstream.session.checks import ACCELERATED, SHARDED, check_local_loader
 from slipstream.session.computing import install_compute
 from slipstream.session.exchanging import (
     GradientExchange,
@@ -61,7 +61,6 @@ from slipstream.session.step_hooks import StepHooks
 from slipstream.session.tracing import NoTracing, Search, SessionTracer, Tracer
 from slipstream.session.wrappers import Wrappers
 from slipstream.strategy import Strategy
-from slipstream.strategy.local_checks import check_local_loader
 from slipstream.trace.recorder import Recorder
 from slipstream.transport import broadcast
 from slipstream.transport.consistency import broadcast_from_first

@@ -567,6 +567,8 @@ class TrainingLoop:
             raise messages.step_by_closure()
         if not self._backward_done and not self.window_open:
             self._by_own = self._has_own_gradients()
+            if self._by_own and self.momentum_correction.momenta:
+                raise messages.own_gradients_with_momentum()
             if self._by_own and self.local is not None:
                 self.local.check_outside("step")
                 self.local.check()

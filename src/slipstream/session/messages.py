@@ -165,6 +165,16 @@ def clip_with_momentum() -> UsageError:
     )
 
 
+def own_gradients_with_momentum() -> UsageError:
+    """Gradients that no backward pass has made, to which DGC would add no momentum."""
+    return UsageError(
+        "optimizer.step() with gradients of the script's own, under gradients.codec dgc, which "
+        "applies the optimizer's momentum and weight decay to the averages of session.backward() "
+        "alone: these would have none; call session.backward(sum((p * own).sum() for each "
+        "parameter p and its own gradient)), which averages them, or use another codec"
+    )
+
+
 def nonfinite(found: Mapping[int, tuple[bool, str]], step: int) -> NonFiniteError:
     """Gradients that are infinite or NaN: ``found`` by rank, whether its own were, and the first
     parameter whose average is."""

@@ -27,12 +27,10 @@ from slipstream.session.checks import (
     check_loader,
     check_model,
     check_optimizer,
-    check_replay,
     model_warnings,
 )
 from slipstream.sharding.checks import check_sharded
 from slipstream.strategy import Strategy
-from slipstream.strategy.local_checks import check_local
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +72,7 @@ def validate(
     check_sharded(model, optimizer, trainables, strategy)
     check_parallel(model, optimizer, strategy, cluster.world_size)
     check_closure(optimizer)
-    check_replay(strategy)
     local_ranks = cluster.environment.local_world_size
-    check_local(strategy)
     check_compute(model, strategy)
     check_memory(model, strategy, local_ranks=local_ranks, rank=cluster.rank)
     settings = strategy.document()

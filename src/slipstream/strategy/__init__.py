@@ -33,6 +33,7 @@ from slipstream.strategy.data import (
     DataConfig as DataConfig,
     PrefetchConfig as PrefetchConfig,
 )
+from slipstream.strategy.gradients import GradientsConfig as GradientsConfig
 from slipstream.strategy.local import (
     LocalConfig as LocalConfig,
     RendezvousConfig as RendezvousConfig,
@@ -68,7 +69,6 @@ from slipstream.strategy.setting import (
     Variant as Variant,
 )
 from slipstream.strategy.spec import (
-    GradientsConfig as GradientsConfig,
     Strategy as Strategy,
     TraceConfig as TraceConfig,
 )

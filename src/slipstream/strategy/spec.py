@@ -15,9 +15,10 @@ from pydantic import Field, NonNegativeInt, model_validator
 
 from slipstream.errors import StrategyError
 from slipstream.strategy.checks import ChecksConfig
-from slipstream.strategy.codec_choice import CodecConfig
 from slipstream.strategy.compute import ComputeConfig
+from slipstream.strategy.conflicts import beside_local, beside_replay
 from slipstream.strategy.data import DataConfig
+from slipstream.strategy.gradients import GradientsConfig
 from slipstream.strategy.local import MeetingsConfig
 from slipstream.strategy.memory import MemoryConfig
 from slipstream.strategy.overview import overview, plain_text
@@ -25,37 +26,9 @@ from slipstream.strategy.parallel import ParallelConfig
 from slipstream.strategy.precision import PrecisionConfig
 from slipstream.strategy.presets import preset
 from slipstream.strategy.setting import Exactness, Setting
-from slipstream.strategy.split import ByBytesConfig, SplitConfig
-from slipstream.strategy.transport import DEFAULT_TRANSPORT, ShardedConfig, TransportConfig
+from slipstream.strategy.transport import ShardedConfig
 from slipstream.strategy.validate import shown
 from slipstream.strategy.yaml import SUFFIXES, format_yaml, parse_json, parse_yaml, read
-
-
-class GradientsConfig(Setting):
-    """Settings of how gradients are averaged over ranks.
-
-    Example:
-        >>> GradientsConfig(split="per_layer", overlap=False).accumulate
-        1
-    """
-
-    split: SplitConfig = ByBytesConfig()
-    """Which gradients share one exchange."""
-
-    overlap: bool = True
-    """Exchange during backward, not after it."""
-
-    transport: TransportConfig = DEFAULT_TRANSPORT
-    """How a segment travels between ranks."""
-
-    codec: CodecConfig | None = None
-    """How gradients are compressed before they are sent; null: not at all."""
-
-    accumulate: int = Field(default=1, ge=1)
-    """Backward passes per update.
-
-    Only the last of them exchanges gradients.
-    """
 
 
 class TraceConfig(Setting):
@@ -132,6 +105,15 @@ class Strategy(Setting):
 
     trace: TraceConfig = TraceConfig()
     """What is recorded, and where."""
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Strategy:
+        others = self.checks, self.parallel, self.precision, self.data
+        if self.local is not None and (found := beside_local(self.local, self.gradients, *others)):
+            raise ValueError(f"local with {found}")
+        if found := beside_replay(self.checks, self.compute, self.memory):
+            raise ValueError(found)
+        return self
 
     @model_validator(mode="after")
     def _norms_of_whole_averages(self) -> Strategy:

@@ -56,7 +56,8 @@ def _line(model: type[BaseModel], problem: ErrorDetails) -> str:
             near = did_you_mean(field, allowed)
             return f"{place}: no such setting{near}; allowed: {', '.join(allowed)}"
         case "value_error":
-            return f"{place}: {shown(seen)}: {problem['ctx']['error']}"
+            value = f"{shown(seen)}: " if problem["loc"] else ""  # else settings of two groups
+            return f"{place}: {value}{problem['ctx']['error']}"
         case "missing":
             said = "missing"
         case "union_tag_not_found":

@@ -214,6 +214,57 @@ def input_gradients(run: Loop) -> None:
     run.update(loss_of, times=3)
 
 
+@habit("gradients by autograd.grad, as a sum of products", "same batches")
+def gradients_as_products(run: Loop) -> None:
+    """So gradients of one's own are averaged (docs/gradients.md)."""
+
+    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+        named = [p for p in run.model.parameters() if p.requires_grad]
+        own = torch.autograd.grad(mse(model, batch), named, allow_unused=True)
+        pairs = zip(named, own, strict=True)
+        return torch.stack([(p * g).sum().float() for p, g in pairs if g is not None]).sum()
+
+    run.start()
+    run.update(loss_of, times=3)
+
+
+@habit(
+    "gradients by autograd.grad, averaged and assigned by hand", "all gradients", own_buffers=True
+)
+def gradients_assigned_by_hand(run: Loop) -> None:
+    run.start()
+    named = [p for p in run.model.parameters() if p.requires_grad]
+    for _ in range(3):
+        own = torch.autograd.grad(run.loss(), named, allow_unused=True)
+        for parameter, gradient in zip(named, own, strict=True):
+            if gradient is not None:
+                parameter.grad = run.averaged(gradient)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@habit("loss.backward(inputs=...) by hand, of the head", "not DDP")
+def backward_of_inputs(run: Loop) -> None:
+    run.start()
+    for _ in range(3):
+        run.loss().backward(inputs=[*run.model.head.parameters()])
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@habit("a step in a function under no_grad, with enable_grad inside")
+def step_under_no_grad(run: Loop) -> None:
+    @torch.no_grad()
+    def update() -> None:
+        with torch.enable_grad():
+            run.gradients()
+        run.step()
+
+    run.start()
+    for _ in range(3):
+        update()
+
+
 @habit("no_grad in between")
 def no_grad(run: Loop) -> None:
     run.start()

@@ -16,6 +16,14 @@ def own_loader(run: Loop) -> None:
         run.epoch(limit)
 
 
+@habit("a look at the first batch before each pass", "session")
+def first_batch_seen(run: Loop) -> None:
+    run.start()
+    for limit in (None, 2, 1):
+        run.look()
+        run.epoch(limit)
+
+
 @habit("uneven loaders", *NEEDS)
 def uneven(run: Loop) -> None:
     run.loader = Loader((3, 2))

@@ -40,6 +40,49 @@ def second_optimizer_of_the_head(run: Loop) -> None:
         run.step()
 
 
+@habit("a second optimizer, of the head, that steps second", "optimizer's momentum")
+def second_optimizer_second(run: Loop) -> None:
+    other = _head_apart(run)
+    run.start()
+    for _ in range(3):
+        run.gradients()
+        run.optimizer.step()
+        other.step()
+        run.optimizer.zero_grad()
+        other.zero_grad()
+
+
+@habit("the head updated by hand (p.add_), the body by step()", "optimizer's momentum")
+def head_by_hand(run: Loop) -> None:
+    _head_apart(run)
+    run.start()
+    for _ in range(3):
+        run.gradients()
+        _descend(run.model.head)
+        run.step()
+
+
+@habit(
+    "one update by hand (p.add_) in place of step()", "optimizer's momentum", "updates by step()"
+)
+def update_by_hand(run: Loop) -> None:
+    run.start()
+    for by_hand in (False, True, False, False):
+        run.gradients()
+        if by_hand:
+            _descend(run.model)
+            run.optimizer.zero_grad()
+        else:
+            run.step()
+
+
+@torch.no_grad()
+def _descend(part: nn.Module) -> None:
+    for p in part.parameters():
+        if p.grad is not None:
+            p.add_(p.grad, alpha=-0.05)
+
+
 @habit("body and head trained in turn, by two optimizers", "optimizer's momentum")
 def in_turn(run: Loop) -> None:
     """As generator and discriminator are: an update of one is none of the other."""
@@ -108,6 +151,20 @@ def lr_by_hand(run: Loop) -> None:
             group["lr"] = 0.02 * factor
             if "weight_decay" in group:
                 group["weight_decay"] = 0.3 * (1 - factor)
+        run.update()
+
+
+@habit("a learning rate of 0 for the head, for a while")
+def rate_of_zero(run: Loop) -> None:
+    head = {*run.model.head.parameters()}
+    for group in run.optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if p not in head]
+    run.optimizer.add_param_group({"params": [*run.model.head.parameters()]})
+    run.start()
+    group = run.optimizer.param_groups[-1]
+    rate = group["lr"]
+    for factor in (1.0, 0.0, 0.0, 1.0):
+        group["lr"] = rate * factor
         run.update()
 
 

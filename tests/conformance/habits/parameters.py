@@ -60,6 +60,20 @@ def weight_norm(run: Loop) -> None:
     run.update(times=2)
 
 
+@habit("weight_norm applied before")
+def weight_norm_before(run: Loop) -> None:
+    parametrizations.weight_norm(run.model.head)
+    run.start()
+    run.update(times=3)
+
+
+@habit("orthogonal applied before")
+def orthogonal_before(run: Loop) -> None:
+    run.model.plugs.append(parametrizations.orthogonal(_layer()))
+    run.start()
+    run.update(times=3)
+
+
 @habit("spectral_norm applied before", "whole forwards")
 def spectral_norm(run: Loop) -> None:
     torch.default_generator.manual_seed(7)  # of its first vectors

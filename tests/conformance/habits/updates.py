@@ -146,6 +146,19 @@ def gradients_changed(run: Loop) -> None:
         run.step()
 
 
+@habit("noise added to gradients, alike on all ranks", "whole parameters")
+def noise_added(run: Loop) -> None:
+    run.start()
+    for number in range(3):
+        run.gradients()
+        drawn = torch.Generator().manual_seed(number)
+        for parameter in run.model.parameters():
+            noise = torch.randn(parameter.shape, generator=drawn)
+            if parameter.grad is not None:
+                parameter.grad.add_(noise, alpha=0.01)
+        run.step()
+
+
 @habit("gradients kept to the end", "optimizer's momentum", "all gradients", "one update")
 def gradients_kept(run: Loop) -> None:
     """Without a copy: those of an update are still its own after the next one."""

@@ -70,6 +70,18 @@ def accumulated_by_hand(run: Loop) -> None:
         run.step()
 
 
+@habit("accumulate by hand: a window that grows", "session")
+def window_grows(run: Loop) -> None:
+    run.start()
+    for passes in (1, 2, 4):
+        for _ in range(run.accumulate):
+            for _ in range(passes - 1):
+                with run.no_sync():
+                    run.backward()
+            run.backward()
+            run.step()
+
+
 @habit("a look at own gradients in no_sync(), zeroed", "session")
 def looked_at_in_no_sync(run: Loop) -> None:
     run.start()

@@ -85,7 +85,7 @@ def demo(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise LaunchError(f"--folder {folder} cannot be created: {error}") from error
+        raise LaunchError(f"--folder {folder} cannot be created: {error.strerror}") from error
     check_writable("--folder", folder / "demo.json")
     reason = "--loopback" if loopback else unavailable()
     network = "ranks of this host" if reason else f"hosts at {format_rate(bed.rate)}"

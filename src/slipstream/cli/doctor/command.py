@@ -155,6 +155,11 @@ def network(
             "out one of the two; --ranks-per-node sets the ranks of each emulated host"
         )
     _refuse_without_nodes(nodes, rate=rate, ranks_per_node=ranks_per_node)
+    if nodes == 1 and (ranks_per_node or 1) == 1:
+        raise ClusterError(
+            "--nodes 1 is a single rank, which has no network to measure; start 2 or more, or add "
+            "--ranks-per-node 2"
+        )
     screen = {"terminal": Console().is_terminal, "columns": Console().width}
     job = json.dumps({"file": str(output), "seconds": seconds, **screen})
     if launched():

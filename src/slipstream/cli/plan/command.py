@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from slipstream.cli.options import AsJson, ExactOnly, Updates, check_writable
+from slipstream.cli.options import AsJson, ExactOnly, Updates, check_apart, check_writable
 from slipstream.cli.plan import options
 from slipstream.cli.plan.growth import plan_growth
 from slipstream.cli.plan.losses import plan_losses, read_goal
@@ -112,6 +112,8 @@ def plan(
     check_writable("--predicted", predicted)
     if predicted is not None:
         chrome.check_name(predicted)
+    results = {"--output": output, "--predicted": predicted}
+    check_apart(results, {"--trace": trace, "--cluster": cluster, "--losses": losses})
     known = read_goal(to_loss, for_time, losses, exact_only=exact_only)
     if known is not None:
         context = "--to-loss or --for: other ranks have another batch, so other losses"

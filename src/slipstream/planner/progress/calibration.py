@@ -85,6 +85,8 @@ class LossCalibration(_Value):
         """
         try:
             content = parse_json(decoded(read_bytes(path, LONGEST)))
+            if content is None:
+                raise Unreadable("it is empty")
             found = cls.model_validate_json(json.dumps(content))
             for run in found.runs:
                 Strategy.load(run.strategy)

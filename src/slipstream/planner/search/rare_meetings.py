@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from slipstream.errors import StrategyError
 from slipstream.planner.iteration.local_cost import is_costed, local_bytes, local_seconds
 from slipstream.planner.iteration.workload import Workload
 from slipstream.planner.network.profile import NetworkProfile
@@ -15,14 +14,15 @@ from slipstream.strategy import (
     ByBytesConfig,
     DirectConfig,
     FlatConfig,
+    GradientsConfig,
     Int4Config,
     Int8Config,
     LocalConfig,
     SharedMemoryConfig,
     Strategy,
 )
+from slipstream.strategy.conflicts import beside_local
 from slipstream.strategy.local import ENOUGH, FRAGMENTS
-from slipstream.strategy.local_checks import check_local
 
 STEPS = (8, 16, 32, 64, 128)
 ROUNDS = 100
@@ -67,10 +67,9 @@ def choose_meetings(
     """
     if network.world_size == 1:
         return RareMeetings(None, "one rank meets nobody")
-    try:
-        check_local(next(_settings(base, network)))
-    except StrategyError as error:
-        return RareMeetings(None, f"the strategy of the trace stays as it is: {error}")
+    others = base.checks, base.parallel, base.precision, base.data
+    if (problem := beside_local(LocalConfig(), GradientsConfig(), *others)) is not None:
+        return RareMeetings(None, f"the strategy of the trace stays as it is: local with {problem}")
     alone = float(workload.alone(base.gradients.accumulate).max())
     best = min(exchanges, key=lambda prediction: prediction.seconds)
     reached = alone / best.seconds
