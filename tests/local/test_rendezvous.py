@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -154,6 +155,39 @@ def test_a_store_that_falls_silent_is_given_up(
         Rendezvous(RendezvousConfig(store=f"127.0.0.1:{port}", timeout=1))
     island.leave()
     keeper.kill()
+
+
+def test_a_wait_outlasts_a_stop_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time that has gone by when it goes on again is no silence of the store."""
+    answered, parts = threading.Event(), list[float]()
+
+    def after_a_stop(calls: Any, seconds: float) -> Any:
+        parts.append(seconds)
+        if len(parts) == 1:
+            return wait(calls, 0)  # the time is up, before the other thread could do anything
+        answered.set()
+        return wait(calls, 30)
+
+    monkeypatch.setattr(rendezvous, "wait", after_a_stop)
+    assert rendezvous._Asker().ask(2.5, answered.wait, 60)
+    assert parts == [1, 1]
+
+
+def test_a_call_that_fails_by_a_time_limit_of_its_own_says_so() -> None:
+    def fail() -> None:
+        raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        rendezvous._Asker().ask(30, fail)
+
+
+def test_one_thread_asks_for_a_client_and_ends_with_it() -> None:
+    asker = rendezvous._Asker()
+    threads = {asker.ask(30, threading.current_thread) for _ in range(9)}
+    [thread] = threads
+    del asker
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 @contextmanager

@@ -22,12 +22,14 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -46,40 +48,60 @@ DEAD = 4.0
 """Seconds without a heartbeat."""
 LOOK = 0.05
 """Seconds from one look at the store to the next, while waiting."""
+SLICE = 1.0
+"""Seconds of a longer wait at a time."""
 JOIN = timedelta(minutes=10)
 """For the jobs that begin together, until enough have come."""
 
 
-def _within(seconds: float, call: Callable[..., T], *args: Any) -> T:
-    """Call in a thread of its own: torch waits for ever for a store that keeps silent, and hears no
-    Ctrl-C while it waits.
+def _slices(seconds: float) -> Iterator[float]:
+    """Cut a wait into parts: time in which this process stood still counts as one of them."""
+    while seconds > 0:
+        yield min(SLICE, seconds)
+        seconds -= SLICE
 
-    Raises:
-        RuntimeError: it takes longer.
-    """
-    answer = Future[T]()
 
-    def ask() -> None:
+class _Asker:
+    """A thread for calls of torch, which waits for ever for a store that keeps silent, and hears no
+    Ctrl-C while it waits."""
+
+    def __init__(self) -> None:
+        self._calls = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
+        threading.Thread(
+            target=_answer, args=(self._calls,), name="slipstream-ask", daemon=True
+        ).start()
+        finalize(self, self._calls.put, None)
+
+    def ask(self, seconds: float, call: Callable[..., T], *args: Any) -> T:
+        """Return what the call does.
+
+        Raises:
+            RuntimeError: it takes longer.
+        """
+        answer = Future[T]()
+        self._calls.put((answer, partial(call, *args)))
+        for part in _slices(seconds):
+            if wait([answer], part).done:
+                return answer.result()
+        raise RuntimeError(f"no answer within {seconds:g} s")
+
+
+def _answer(calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    for answer, call in iter(calls.get, None):
         try:
-            answer.set_result(call(*args))
+            answer.set_result(call())
         except BaseException as error:
             answer.set_exception(error)
-
-    threading.Thread(target=ask, name="slipstream-ask", daemon=True).start()
-    try:
-        return answer.result(seconds)
-    except TimeoutError:
-        raise RuntimeError(f"no answer within {seconds:g} s") from None
 
 
 class _Patient:
     """A store that is asked for so many seconds at most."""
 
     def __init__(self, store: Store, seconds: float) -> None:
-        self.store, self._seconds = store, seconds
+        self._store, self._seconds, self._asker = store, seconds, _Asker()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return partial(_within, self._seconds, getattr(self.store, name))
+        return partial(self._asker.ask, self._seconds, getattr(self._store, name))
 
 
 class Rendezvous:
@@ -92,10 +114,10 @@ class Rendezvous:
     def __init__(self, config: RendezvousConfig) -> None:
         self._config, self.island = config, 0
         self._half = timedelta(seconds=config.timeout / 2)
-        self._store = _Patient(self._connect(), config.timeout)
+        # Two clients: one that waits keeps others of its threads from asking.
+        store, beats = self._connect(), self._connect()
+        self._store = _Patient(store, config.timeout)
         self._gone = threading.Event()
-        # A client of its own: one that waits keeps others of its threads from asking.
-        beats = self._connect()
         self._beats = threading.Thread(
             target=self._beat, args=(beats,), name="slipstream-beat", daemon=True
         )
@@ -109,7 +131,7 @@ class Rendezvous:
             return PrefixStore(admit(store, run_token(), self._config.store), store)
 
         try:
-            return _within(self._config.timeout, connect)
+            return _Asker().ask(self._config.timeout, connect)
         except (RuntimeError, OSError) as error:
             if isinstance(error, ClusterError):
                 raise
@@ -298,9 +320,11 @@ class Rendezvous:
         """
         if len(view.islands) == 1:
             return None
-        store = PrefixStore(f"group/{view.number}", self._store.store)
+        store = PrefixStore(f"group/{view.number}", self._store._store)
         rank, size = view.islands.index(self.island), len(view.islands)
-        gloo = _within(self._config.timeout, dist.ProcessGroupGloo, store, rank, size, self._half)
+        gloo = _Asker().ask(
+            self._config.timeout, dist.ProcessGroupGloo, store, rank, size, self._half
+        )
         group, kind = dist.ProcessGroup(store, rank, size), dist.ProcessGroup.BackendType.GLOO
         group._set_default_backend(kind)
         for device in ("cpu", "cuda"):
