@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -125,6 +125,22 @@ def test_the_next_view_is_without_the_dead(
     assert alone.islands == (one.island,)
     # who comes later sees that it is in no view any more
     assert other.next_view(found[0]).islands == (one.island,)
+
+
+def test_who_waits_for_a_connection_in_vain_can_ask_the_store(islands: list[Rendezvous]) -> None:
+    view = joined(islands)
+    one, other = islands
+    one._half = timedelta(hours=1)
+    one._store._seconds = 5
+    with ThreadPoolExecutor(1) as jobs:
+        group = jobs.submit(one.group, view)
+        own = f"group/1/0/{view.islands.index(one.island)}"
+        other._store.wait([own], timedelta(seconds=30))
+        try:
+            one.same("strategy", "steps 4")
+        finally:
+            assert other.group(view)
+        assert group.result()
 
 
 def test_who_leaves_is_not_waited_for(islands: list[Rendezvous]) -> None:

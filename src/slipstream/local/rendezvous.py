@@ -98,10 +98,10 @@ class _Patient:
     """A store that is asked for so many seconds at most."""
 
     def __init__(self, store: Store, seconds: float) -> None:
-        self._store, self._seconds, self._asker = store, seconds, _Asker()
+        self.store, self._seconds, self._asker = store, seconds, _Asker()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return partial(self._asker.ask, self._seconds, getattr(self._store, name))
+        return partial(self._asker.ask, self._seconds, getattr(self.store, name))
 
 
 class Rendezvous:
@@ -320,7 +320,8 @@ class Rendezvous:
         """
         if len(view.islands) == 1:
             return None
-        store = PrefixStore(f"group/{view.number}", self._store._store)
+        # by a client of its own: where it waits in vain it keeps nobody from asking
+        store = PrefixStore(f"group/{view.number}", self._connect())
         rank, size = view.islands.index(self.island), len(view.islands)
         gloo = _Asker().ask(
             self._config.timeout, dist.ProcessGroupGloo, store, rank, size, self._half
