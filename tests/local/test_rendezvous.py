@@ -539,6 +539,100 @@ def test_a_job_whose_store_is_gone_blames_no_other_job(islands: list[Rendezvous]
         exchanges.land()
 
 
+def alone(island: Rendezvous) -> tuple[OpenCarrier, IslandExchanges]:
+    """Exchanges of an island that meets nobody."""
+    carrier = OpenCarrier(island)
+    carrier.resident = Still()
+    carrier._view = View(1, (0,), (0,), (), 0)
+    cpu = torch.device("cpu")
+    exchanges = IslandExchanges(
+        carrier, Island((0,), Peers(0, 1)), cpu, lambda: None, None, "rank 0"
+    )
+    return carrier, exchanges
+
+
+def broken() -> ExchangeSteps:
+    raise RuntimeError("a connection is lost")
+
+
+A_MEETING = Label("meeting", lambda: "a meeting")
+
+
+def test_an_exchange_that_ctrl_c_broke_off_is_never_taken_for_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with apart(1) as [island]:
+        _, exchanges = alone(island)
+
+        def interrupted(view: View) -> View:
+            exchanges.land()  # as where it has joined again, and loads a state
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(island, "next_view", interrupted)
+        exchanges.begin(A_MEETING, broken)
+        with pytest.raises(KeyboardInterrupt):
+            exchanges.land()
+        with pytest.raises(ExchangeError, match=r"a meeting was broken off: KeyboardInterrupt"):
+            exchanges.land()
+        with pytest.raises(ExchangeError, match=r"go on from a checkpoint of before"):
+            exchanges.land()
+
+
+def test_an_exchange_that_no_thread_carries_out_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with apart(1) as [island], monkeypatch.context() as patch:
+
+        def fail(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        carrier, exchanges = alone(island)
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="new thread"):
+            exchanges.begin(A_MEETING, broken)
+        assert carrier.arrived
+        with pytest.raises(ExchangeError, match=r"a meeting was broken off: .*new thread"):
+            exchanges.land()
+
+
+def test_an_admission_that_was_broken_off_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with apart(1) as [island]:
+        carrier, exchanges = alone(island)
+        carrier._asked = 1
+        monkeypatch.setattr(carrier, "admit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            exchanges.admit()
+        assert exchanges.failure == (
+            "rank 0: the admission of others was broken off: KeyboardInterrupt()"
+        )
+
+
+def test_what_a_session_saves_after_its_store_is_gone() -> None:
+    model, store = build(), open_store(0)
+    place = {"store": f"127.0.0.1:{store.port}", "at_least": 1}
+    local = {"steps": 4, "rendezvous": place}
+    began = flat(model.parameters())
+    with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
+        for update in range(4):
+            session.backward(loss_of(model, 0, update))
+            if update < 3:
+                session.step()
+        carrier = training_of(session)._exchanges.carrier
+        assert isinstance(carrier, OpenCarrier)
+        carrier._rendezvous._store._seconds = 0  # as long as it is given to answer
+        with pytest.raises(ExchangeError, match="is gone, or keeps silent"):
+            session.step()
+        for _ in range(2):
+            with pytest.raises(ExchangeError, match=r"silent.*go on from a checkpoint of before"):
+                session.checkpoint()
+        outer = session.checkpoint("model")["model"]
+        names = [name for name, _ in model.named_parameters()]
+        assert torch.equal(flat(outer[name] for name in names), began)
+
+
 def test_an_exchange_that_is_about_to_end_does_so_after_ctrl_c() -> None:
     """Its thread would abort the interpreter, if it came back while that ends."""
     ended = list[bool]()

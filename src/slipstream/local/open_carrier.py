@@ -93,22 +93,28 @@ class OpenCarrier:
         while (pending := self._pending) is not None:
             pending.ended.wait()
             if pending.error is not None:
-                self._pending = None
                 raise pending.error
             if pending.asked is not None:
                 self._asked, self._pending, self._repeats = pending.asked, None, 0
                 return
-            self._pending = None
-            if self._go_on(pending.label.describe()):
-                self._begin(pending)
+            try:
+                self._pending = None
+                if self._go_on(pending.label.describe()):
+                    self._begin(pending)
+            except BaseException as error:  # who waits once more must not take it for done
+                what = f"{pending.label.describe()} was broken off: {error!r}"
+                pending.error = error if isinstance(error, Exception) else ExchangeError(what)
+                pending.ended.set()
+                self._pending = pending
+                raise
 
     def _begin(self, pending: _Pending) -> None:
-        self._pending = pending
         pending.ended.clear()
         # a daemon: a script that fails while an island is silent must end
         threading.Thread(
             target=self._carry, args=(pending,), name="slipstream-meeting", daemon=True
         ).start()
+        self._pending = pending
 
     def _carry(self, pending: _Pending) -> None:
         try:
