@@ -578,6 +578,22 @@ def test_an_exchange_that_ctrl_c_broke_off_is_never_taken_for_done(
             exchanges.land()
 
 
+def test_who_is_taken_in_hears_ctrl_c_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits of torch's own hear none, so the main thread is in none of them."""
+    threads = list[threading.Thread]()
+
+    def exchange(welcome: open_carrier._Welcome) -> ExchangeSteps:
+        threads.append(threading.current_thread())
+        yield from ()
+
+    monkeypatch.setattr(open_carrier._Welcome, "exchange", exchange)
+    with apart(1) as [island]:
+        carrier, _ = alone(island)
+        assert carrier._enter(carrier._view, again=False)
+    assert threads
+    assert threading.main_thread() not in threads
+
+
 def test_an_exchange_that_no_thread_carries_out_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
