@@ -27,7 +27,7 @@ from slipstream.transport.transport import run
 
 PART = 4 * 2**20
 """Bytes of a state that travel at a time."""
-LEAVE = 1.0
+LEAVE = 2.0
 """Seconds for an exchange under way to end, where a script fails."""
 REPEATS = 3
 """Of one exchange, until islands give up."""

@@ -103,6 +103,11 @@ class _Patient:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return partial(self._asker.ask, self._seconds, getattr(self.store, name))
 
+    def rest(self) -> None:
+        """Wait for what it was asked, if that ends soon."""
+        with suppress(RuntimeError):
+            self._asker.ask(2 * SLICE, lambda: None)
+
 
 class Rendezvous:
     """One island's side of the store.
@@ -343,14 +348,21 @@ class Rendezvous:
                 word = f"done {self._store.add('asked', 0)}"
                 self._store.compare_set(f"outcome/{key}", "", word)
             elif done:
-                try:
-                    self._store.wait([f"outcome/{key}"], self._half)
-                except dist.DistStoreError:  # the time is up
-                    done = False
+                done = self._comes(f"outcome/{key}")
             if not done:
                 self._store.compare_set(f"outcome/{key}", "", "again")
             word, _, asked = self._store.get(f"outcome/{key}").decode().partition(" ")
         return int(asked) if word == "done" else None
+
+    def _comes(self, key: str) -> bool:
+        """Wait for a word of others, half of the time limit at most; whether it comes."""
+        for seconds in _slices(self._half.total_seconds()):
+            if self._gone.is_set():  # a thread still in torch would abort the interpreter's end
+                raise ClusterError("this job takes part no longer")
+            with suppress(dist.DistStoreError):  # the time is up
+                self._store.wait([key], timedelta(seconds=seconds))
+                return True
+        return False
 
     def close(self, view: View) -> bool:
         """Whether all islands of a view close now; else they are not waited for any longer."""
@@ -358,9 +370,7 @@ class Rendezvous:
             key = f"closed/{view.number}"
             if self._store.add(f"closing/{view.number}", 1) == len(view.islands):
                 self._store.compare_set(key, "", "together")
-            try:
-                self._store.wait([key], self._half)
-            except dist.DistStoreError:  # the time is up
+            if not self._comes(key):
                 self._store.compare_set(key, "", "alone")
             together: bool = self._store.get(key) == b"together"
             if together:
@@ -378,3 +388,4 @@ class Rendezvous:
             return
         self._gone.set()
         self._beats.join(timeout=BEAT)
+        self._store.rest()
