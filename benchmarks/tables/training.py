@@ -51,6 +51,14 @@ def convergence(entry: Entry) -> Result:
     return one_table(entry, title, words, columns, rows, between=[picture])
 
 
+def _gaps_of_seeds(entry: Entry, name: str) -> tuple[str, str]:
+    """Median and range of a training's gaps, each to data parallelism from the same seed."""
+    ends = {(run["name"], run["seed"]): run["scores"][-1] for run in entry["runs"]}
+    dense = entry["rows"][0]["name"]
+    gaps = [ends[name, seed] / ends[dense, seed] - 1 for seed in range(entry["seeds"])]
+    return f"{median(gaps):+.2%}", f"{min(gaps):+.2%}..{max(gaps):+.2%}"
+
+
 def local(entry: Entry) -> Result:
     """What meeting rarely does to a training, or to its speed."""
     if entry["kind"] == "loss":
@@ -67,7 +75,10 @@ def local(entry: Entry) -> Result:
             )
             for r in entry["rows"]
         ]
-        columns = ("training", _score_of(entry), "deviation of the seeds", "gap")
+        columns = ["training", _score_of(entry), "deviation of the seeds", "gap"]
+        if entry["seeds"] > 1 and not digits:
+            columns += ["median gap of the seeds", "gaps of the seeds"]
+            scores = [(*row, *_gaps_of_seeds(entry, row[0])) for row in scores]
         _, _, path = entry["command"].partition("--json ")
         picture = f"![scores on the way]({Path(path).stem}.png)"
         seeds = f", {entry['seeds']} seeds" if entry["seeds"] > 1 else ""

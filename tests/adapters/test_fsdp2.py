@@ -484,8 +484,9 @@ def refusals() -> dict[str, str]:
     refused("plain", ModelError, lambda: opened(nn.Linear(2, 2)))
     model: Any
     model, optimizer = made()
-    settings = {"local": {"steps": 4}, "gradients": {"codec": "powersgd", "accumulate": 2}}
+    settings = {"gradients": {"codec": "powersgd", "accumulate": 2}}
     refused("strategy", StrategyError, lambda: opened(model, settings))
+    refused("local", StrategyError, lambda: opened(model, {"local": {"steps": 4}}))
     codec = "half" if dist.get_rank() else None
     refused("ranks", MismatchError, lambda: opened(model, {"gradients": {"codec": codec}}))
     with opened(model):
@@ -516,6 +517,7 @@ def test_refusals(two: Ranks) -> None:
         words = {
             "plain": "call fully_shard on it first",
             "strategy": "gradients.codec: powersgd cannot carry a reduce-scatter; allowed: half, ",
+            "local": "FSDP2 has no rank with a whole model",
             "ranks": "differs from rank 0 in strategy",
             "twice": "close the other exchange",
             "later": "blocks.0: .* call accelerate_fsdp after them",

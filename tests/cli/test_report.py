@@ -21,6 +21,12 @@ pytest.importorskip("matplotlib")
 _run = partial(run, "report")
 
 
+def test_a_device_takes_the_page(tmp_path):
+    write(by_hand(), tmp_path / "trace.json")
+    assert "/dev/null" in _run(tmp_path / "trace.json", "-o", "/dev/null")
+    assert Path("/dev/null").is_char_device()
+
+
 def test_it_writes_page_and_picture(tmp_path):
     before, after, plan = (tmp_path / name / "trace.json" for name in ("before", "after", "plan"))
     write(by_hand(), before)

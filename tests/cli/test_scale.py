@@ -128,7 +128,7 @@ def test_a_missing_script_is_found_before_anything_runs(scale) -> None:
     assert not Path("out").exists()
 
 
-@pytest.mark.parametrize("limit", ["-1", "nan"])
+@pytest.mark.parametrize("limit", ["-1", "0", "nan"])
 def test_a_limit_that_is_no_time_is_found_before_anything_runs(scale, limit) -> None:
     code, _, err = scale(TRAIN, "--limit", limit)
     assert code == 2

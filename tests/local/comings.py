@@ -23,6 +23,7 @@ TIMEOUT = 60.0
 
 ENDLESS = 10**6
 """Updates; `Jobs.end_soon` ends them."""
+JOB = Path(__file__).with_name("job.py")
 
 
 class Jobs:
@@ -39,10 +40,10 @@ class Jobs:
         ]
         self.running: list[Script] = []
 
-    def start(self) -> Script:
+    def start(self, script: Path = JOB) -> Script:
         log = self.folder / f"{len(list(self.folder.glob('*.log')))}.log"
         log.touch()
-        job = Script(Path(__file__).with_name("job.py"), *self._arguments, log=log)
+        job = Script(script, *self._arguments, log=log)
         self.running.append(job)
         return job
 

@@ -10,7 +10,8 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -90,6 +91,22 @@ def at_once(*calls: Any) -> list[Any]:
     return found
 
 
+def until(true: Callable[[], bool]) -> None:
+    """Wait for what comes soon."""
+    for _ in range(1000):
+        if true():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it has not come within 10 s")
+
+
+def stop(process: Script) -> None:
+    """Let it be silent, as a host that has lost power, or its network."""
+    os.kill(process.pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{process.pid}/task")
+    until(lambda: all("T (stopped)" in p.read_text() for p in threads.glob("*/status")))
+
+
 def joined(islands: list[Rendezvous]) -> View:
     first, second = at_once(*(partial(island.join, trained=False) for island in islands))
     assert first == second
@@ -126,6 +143,22 @@ def test_the_next_view_is_without_the_dead(
     assert other.next_view(found[0]).islands == (one.island,)
 
 
+def test_who_waits_for_a_connection_in_vain_can_ask_the_store(islands: list[Rendezvous]) -> None:
+    view = joined(islands)
+    one, other = islands
+    one._half = timedelta(hours=1)
+    one._store._seconds = 5
+    with ThreadPoolExecutor(1) as jobs:
+        group = jobs.submit(one.group, view)
+        own = f"group/1/0/{view.islands.index(one.island)}"
+        other._store.wait([own], timedelta(seconds=30))
+        try:
+            one.same("strategy", "steps 4")
+        finally:
+            assert other.group(view)
+        assert group.result()
+
+
 def test_who_leaves_is_not_waited_for(islands: list[Rendezvous]) -> None:
     view = joined(islands)
     islands[1].leave()
@@ -144,16 +177,51 @@ def test_a_store_that_falls_silent_is_given_up(
     monkeypatch.setenv(TOKEN, "a secret")
     words = ["store", "--port", str(port := free_port())]
     keeper = Script(COMMAND_LINE, *words, log=tmp_path / "log", folder=tmp_path)
-    island = Rendezvous(RendezvousConfig(store=f"127.0.0.1:{port}", timeout=120))
-    island.same("strategy", "steps 4")
-    os.kill(keeper.pid, signal.SIGSTOP)  # as a host that has lost power, or its network
-    island._store._seconds = 1
-    with pytest.raises(ClusterError, match=r"keeps silent: no answer within 1 s"):
+    try:
+        island = Rendezvous(RendezvousConfig(store=f"127.0.0.1:{port}", timeout=120))
         island.same("strategy", "steps 4")
-    with pytest.raises(ClusterError, match=r"does not answer: .* start it there"):
-        Rendezvous(RendezvousConfig(store=f"127.0.0.1:{port}", timeout=1))
-    island.leave()
-    keeper.kill()
+        stop(keeper)
+        island._store._seconds = 1
+        with pytest.raises(ClusterError, match=r"keeps silent: no answer within 1 s"):
+            island.same("strategy", "steps 4")
+        with pytest.raises(ClusterError, match=r"does not answer: .* start it there"):
+            Rendezvous(RendezvousConfig(store=f"127.0.0.1:{port}", timeout=1))
+        island.leave()
+    finally:
+        keeper.kill()
+
+
+def test_a_wait_outlasts_a_stop_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time that has gone by when it goes on again is no silence of the store."""
+    answered, parts = threading.Event(), list[float]()
+
+    def after_a_stop(calls: Any, seconds: float) -> Any:
+        parts.append(seconds)
+        if len(parts) == 1:
+            return wait(calls, 0)  # the time is up, before the other thread could do anything
+        answered.set()
+        return wait(calls, 30)
+
+    monkeypatch.setattr(rendezvous, "wait", after_a_stop)
+    assert rendezvous._Asker().ask(2.5, answered.wait, 60)
+    assert parts == [1, 1]
+
+
+def test_a_call_that_fails_by_a_time_limit_of_its_own_says_so() -> None:
+    def fail() -> None:
+        raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        rendezvous._Asker().ask(30, fail)
+
+
+def test_one_thread_asks_for_a_client_and_ends_with_it() -> None:
+    asker = rendezvous._Asker()
+    threads = {asker.ask(30, threading.current_thread) for _ in range(9)}
+    [thread] = threads
+    del asker
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 @contextmanager
@@ -167,6 +235,7 @@ def interrupted_after(seconds: float) -> Iterator[None]:
         with pytest.raises(KeyboardInterrupt):
             yield
     finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # where it ended earlier
         timer.join()
         signal.signal(signal.SIGUSR1, before)
 
@@ -187,14 +256,20 @@ def test_who_leaves_in_the_middle_of_an_exchange_says_so_at_once(
     one, other = islands
     one._half = timedelta(hours=1)
     one._store._seconds = 3600
-    waiting = threading.Thread(target=one.agree, args=(view, 0, True))
+    ended = list[str]()
+
+    def wait_in_vain() -> None:
+        with pytest.raises(ClusterError) as caught:
+            one.agree(view, 0, True)
+        ended.append(str(caught.value))
+
+    waiting = threading.Thread(target=wait_in_vain, daemon=True)
     waiting.start()
     other._store.wait(["done/1/0"], timedelta(seconds=30))
-    at_once(one.leave)
-    said = other._store.check([f"left/{one.island}"])
-    other.agree(view, 0, False)
-    waiting.join()
-    assert said
+    one.leave()
+    until(lambda: bool(other._store.check([f"left/{one.island}"])))
+    waiting.join(30)
+    assert ended == ["this job takes part no longer"]
 
 
 @pytest.mark.parametrize("settings", [{"warm_up": 4}, {"auto": True}], ids=str)
@@ -251,10 +326,10 @@ def test_a_job_that_is_killed_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_job_that_is_silent_for_long_joins_again(tmp_path: Path) -> None:
-    jobs = Jobs(tmp_path, ENDLESS, 0.02, {"rendezvous": {"timeout": 6}})
+    jobs = Jobs(tmp_path, ENDLESS, 0.02, {"rendezvous": {"timeout": 10}})
     stays, sleeper = jobs.start(), jobs.start()
     jobs.wait_for(30, sleeper)
-    os.kill(sleeper.pid, signal.SIGSTOP)
+    stop(sleeper)
     jobs.wait_for(jobs.updates(stays) + 40, stays)  # it goes on alone
     os.kill(sleeper.pid, signal.SIGCONT)
     jobs.wait_for(jobs.updates(sleeper) + 40, sleeper)
@@ -263,6 +338,36 @@ def test_a_job_that_is_silent_for_long_joins_again(tmp_path: Path) -> None:
     assert len({one["parameters"] for one in found}) == 1  # all end at one update
     assert "came too late" in jobs.logs()
     assert "island 3 has joined" in jobs.logs()
+
+
+INTERRUPTED = """
+import signal, sys
+from tests.local import job
+
+signal.signal(signal.SIGUSR1, signal.default_int_handler)
+job.main()
+"""
+
+
+def test_a_job_that_ctrl_c_ends_in_the_middle_of_an_exchange_ends_as_an_error(
+    tmp_path: Path,
+) -> None:
+    jobs = Jobs(tmp_path, ENDLESS, 0.02)
+    (script := tmp_path / "train.py").write_text(INTERRUPTED)
+    waits, sleeper = jobs.start(script), jobs.start()
+    try:
+        jobs.wait_for(12, sleeper)
+        stop(sleeper)
+        seen = -1
+        while seen < jobs.updates(waits):  # until it waits for the one that is stopped
+            seen = jobs.updates(waits)
+            time.sleep(2)
+        os.kill(waits.pid, signal.SIGUSR1)
+        assert waits.wait(30) == 1, jobs.logs()
+        assert "KeyboardInterrupt" in jobs.logs()
+    finally:
+        for one in jobs.running:
+            one.kill()
 
 
 def test_a_run_that_has_ended_takes_nobody_in(islands: list[Rendezvous]) -> None:
@@ -428,7 +533,7 @@ def test_one_that_dies_while_it_joins_is_named(
     islands[0]._store.set("left/3", "yes")
     view = View(2, (1, 2, 3), (0, 1, 2), (3,), 3)
     for island in islands:
-        island._half = timedelta(seconds=2)  # for its connection
+        island._half = timedelta(seconds=5)  # for its connection
     carriers = [OpenCarrier(island) for island in islands]
     for carrier in carriers:
         carrier.resident = Still()
@@ -489,23 +594,132 @@ def test_a_job_whose_store_is_gone_blames_no_other_job(islands: list[Rendezvous]
         exchanges.land()
 
 
-def test_an_exchange_that_is_about_to_end_does_so_after_ctrl_c() -> None:
-    """Its thread would abort the interpreter, if it came back while that ends."""
-    ended = list[bool]()
+def alone(island: Rendezvous) -> tuple[OpenCarrier, IslandExchanges]:
+    """Exchanges of an island that meets nobody."""
+    carrier = OpenCarrier(island)
+    carrier.resident = Still()
+    carrier._view = View(1, (0,), (0,), (), 0)
+    cpu = torch.device("cpu")
+    exchanges = IslandExchanges(
+        carrier, Island((0,), Peers(0, 1)), cpu, lambda: None, None, "rank 0"
+    )
+    return carrier, exchanges
 
-    def exchange() -> ExchangeSteps:
-        time.sleep(0.5)
-        ended.append(True)
+
+def broken() -> ExchangeSteps:
+    raise RuntimeError("a connection is lost")
+
+
+A_MEETING = Label("meeting", lambda: "a meeting")
+
+
+def test_an_exchange_that_ctrl_c_broke_off_is_never_taken_for_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with apart(1) as [island]:
+        _, exchanges = alone(island)
+
+        def interrupted(view: View) -> View:
+            exchanges.land()  # as where it has joined again, and loads a state
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(island, "next_view", interrupted)
+        exchanges.begin(A_MEETING, broken)
+        with pytest.raises(KeyboardInterrupt):
+            exchanges.land()
+        with pytest.raises(ExchangeError, match=r"a meeting was broken off: KeyboardInterrupt"):
+            exchanges.land()
+        with pytest.raises(ExchangeError, match=r"go on from a checkpoint of before"):
+            exchanges.land()
+
+
+def test_who_is_taken_in_hears_ctrl_c_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits of torch's own hear none, so the main thread is in none of them."""
+    threads = list[threading.Thread]()
+
+    def exchange(welcome: open_carrier._Welcome) -> ExchangeSteps:
+        threads.append(threading.current_thread())
         yield from ()
 
+    monkeypatch.setattr(open_carrier._Welcome, "exchange", exchange)
     with apart(1) as [island]:
-        carrier = OpenCarrier(island)
-        carrier._view = View(1, (0,), (0,), (), 0)
-        carrier.start(Label("meeting", lambda: "a meeting"), exchange)
+        carrier, _ = alone(island)
+        assert carrier._enter(carrier._view, again=False)
+    assert threads
+    assert threading.main_thread() not in threads
+
+
+def test_an_exchange_that_no_thread_carries_out_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with apart(1) as [island], monkeypatch.context() as patch:
+
+        def fail(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        carrier, exchanges = alone(island)
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="new thread"):
+            exchanges.begin(A_MEETING, broken)
+        assert carrier.arrived
+        with pytest.raises(ExchangeError, match=r"a meeting was broken off: .*new thread"):
+            exchanges.land()
+
+
+def test_an_admission_that_was_broken_off_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with apart(1) as [island]:
+        carrier, exchanges = alone(island)
+        carrier._asked = 1
+        monkeypatch.setattr(carrier, "admit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            exchanges.admit()
+        assert exchanges.failure == (
+            "rank 0: the admission of others was broken off: KeyboardInterrupt()"
+        )
+
+
+def test_what_a_session_saves_after_its_store_is_gone() -> None:
+    model, store = build(), open_store(0)
+    place = {"store": f"127.0.0.1:{store.port}", "at_least": 1}
+    local = {"steps": 4, "rendezvous": place}
+    began = flat(model.parameters())
+    with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
+        for update in range(4):
+            session.backward(loss_of(model, 0, update))
+            if update < 3:
+                session.step()
+        carrier = training_of(session)._exchanges.carrier
+        assert isinstance(carrier, OpenCarrier)
+        carrier._rendezvous._store._seconds = 0  # as long as it is given to answer
+        with pytest.raises(ExchangeError, match="is gone, or keeps silent"):
+            session.step()
+        for _ in range(2):
+            with pytest.raises(ExchangeError, match=r"silent.*go on from a checkpoint of before"):
+                session.checkpoint()
+        outer = session.checkpoint("model")["model"]
+        names = [name for name, _ in model.named_parameters()]
+        assert torch.equal(flat(outer[name] for name in names), began)
+
+
+def test_an_exchange_that_is_about_to_end_does_so_after_ctrl_c() -> None:
+    """Its thread would abort the interpreter, if it came back while that ends."""
+    ended = threading.Event()
+    with apart(1) as [island]:
+        carrier, exchanges = alone(island)
+
+        def exchange() -> ExchangeSteps:
+            assert island._gone.wait(60)  # set by who leaves
+            yield from ()
+            ended.set()
+
+        exchanges.begin(A_MEETING, exchange)
         with interrupted_after(0.1):
-            carrier.wait()
+            exchanges.land()
         carrier.leave()
-        assert ended
+        assert ended.is_set()
 
 
 def test_a_change_that_others_went_on_without_is_taken_back() -> None:

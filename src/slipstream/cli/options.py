@@ -57,11 +57,11 @@ def check_writable(option: str, file: Path | None, suffixes: Collection[str] = (
     check_suffix(option, file, suffixes)
     # a file is replaced, so its folder must take another one; a device is written to
     target = Path(os.path.realpath(file)) if file.is_symlink() else file  # which is written
-    place = file if file.exists() and not file.is_file() else target.parent
-    if not place.exists():
+    place = file if os.path.exists(file) and not os.path.isfile(file) else target.parent
+    if not os.path.exists(place):  # Path.exists() raises where a parent cannot be searched
         reason = f"cannot be written, as there is no folder {place}; make it"
         raise LaunchError(f"{option} {file}: {reason}, or choose another place")
-    if file.is_dir() or not os.access(place, os.W_OK):
+    if os.path.isdir(file) or not os.access(place, os.W_OK):
         raise LaunchError(f"{option} {file}: cannot be written; choose another place")
 
 
@@ -71,19 +71,30 @@ def check_folder(option: str, folder: Path) -> None:
     Raises:
         LaunchError: it is a file, or it or the first of its parents that exists is not writable.
     """
-    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK):
+    place = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    if not os.path.isdir(place) or not os.access(place, os.W_OK):
         raise LaunchError(f"{option} {folder}: cannot be written; choose another place")
 
 
-def check_suffix(option: str, file: Path | None, suffixes: Collection[str]) -> None:
+def check_suffix(
+    option: str, file: Path | None, suffixes: Collection[str], *, device: bool = False
+) -> None:
     """Fail before the work if the name of its result, unless there is none, is of another kind.
+
+    Args:
+        device: whether a device, as /dev/stdout is, passes.
 
     Raises:
         LaunchError: another suffix than ``suffixes``, unless these are empty.
     """
-    if file is not None and suffixes and file.suffix.lower() not in suffixes:
+    if file is None or not suffixes or (device and _is_device(file)):
+        return
+    if file.suffix.lower() not in suffixes:
         raise LaunchError(f"{option} {file}: the file name must end in {' or '.join(suffixes)}")
+
+
+def _is_device(file: Path) -> bool:
+    return os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file)
 
 
 def check_apart(

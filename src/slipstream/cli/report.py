@@ -41,7 +41,7 @@ def report(
 
     [bold]slipstream report trace.json --png timeline.png --trials trials.json[/bold]
     """
-    check_suffix("--output", output, (".html", ".htm"))
+    check_suffix("--output", output, (".html", ".htm"), device=True)
     check_suffix("--png", picture, (".png",))
     sources: dict[str, str | Path | None] = {"--trials": trials, "--losses": losses}
     sources |= {f"trace {number}": path for number, path in enumerate(traces, 1)}

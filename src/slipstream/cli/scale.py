@@ -71,7 +71,7 @@ def scale(
     ranks: Annotated[str, Option(help="Numbers of ranks to run with.")] = "1,2,4",
     steps: Annotated[int, Option(min=1, help="Iterations to measure in each run.")] = 10,
     skip: Annotated[int, Option(min=0, help="Iterations before them, as warm-up.")] = 3,
-    limit: Annotated[float, Option(min=0, help="Time limit of a run, in seconds.")] = 600.0,
+    limit: Annotated[float, Option(help="Time limit of a run, in seconds.")] = 600.0,
     strategy: StrategyOption = None,
     folder: Annotated[
         Path | None, Option(help="For traces, logs, JSON. Default: slipstream-logs/scale-TIME.")
@@ -88,6 +88,8 @@ def scale(
     [dim]slipstream scale --ranks 1,2,4,8 --steps 20 --strategy strategy.yaml -- train.py[/dim]
     """
     refuse_launcher("slipstream scale --ranks 1,2,4 -- train.py")
+    if not limit > 0:  # nan, too
+        raise LaunchError(f"--limit {limit:g}: must be more than 0 seconds")
     counts, base = parse_ranks(ranks), Strategy.load(strategy)
     if base.local is not None:
         raise StrategyError(

@@ -56,18 +56,40 @@ class IslandExchanges:
         """Begin an exchange; `land` ends it."""
         self._in_flight = True
         recorded = partial(self._recorded, label, exchange)
-        if self.carrier is not None:
-            self.carrier.start(label, recorded)
-        elif self.island.leads:  # and is the only one
-            for _ in recorded():
-                pass
+        with self._unbroken(label.describe):
+            if self.carrier is not None:
+                self.carrier.start(label, recorded)
+            elif self.island.leads:  # and is the only one
+                for _ in recorded():
+                    pass
+
+    def admit(self) -> None:
+        """Admit islands that wait for it; nothing is on its way."""
+        if self.carrier is not None and self.carrier.newcomers:
+            with self._unbroken(lambda: "the admission of others"):
+                self.carrier.admit()
+
+    @contextmanager
+    def _unbroken(self, describe: Callable[[], str]) -> Iterator[None]:
+        """Note what was broken off, by Ctrl-C, too: nobody knows how far it has come."""
+        try:
+            yield
+        except BaseException as error:
+            self.failure = f"{self._at}: {describe()} was broken off: {error!r}"
+            raise
 
     def land(self) -> None:
         """Return when nothing is on its way, in this island either.
 
         Raises:
-            ExchangeError: another rank is gone.
+            ExchangeError: another rank is gone, or was before.
         """
+        if self.failure is not None:
+            raise ExchangeError(
+                f"{self.failure}; this session saves and restores no more, as it may have half of "
+                "an exchange: go on from a checkpoint of before, in a new one "
+                '(session.checkpoint("model") still has the outer parameters)'
+            )
         if not self._in_flight:
             return
         try:
@@ -81,6 +103,9 @@ class IslandExchanges:
             gone = "; another rank is gone, or has left the loop" if fixed else ""
             self.failure = f"{self._at}: {error}{gone}"
             raise ExchangeError(self.failure) from error
+        except BaseException:  # Ctrl-C, where this island joined again and landed meanwhile
+            self._in_flight = True
+            raise
         self._in_flight = False
 
     def sum(self, label: Label, values: torch.Tensor) -> None:

@@ -27,7 +27,7 @@ from slipstream.transport.transport import run
 
 PART = 4 * 2**20
 """Bytes of a state that travel at a time."""
-LEAVE = 1.0
+LEAVE = 2.0
 """Seconds for an exchange under way to end, where a script fails."""
 REPEATS = 3
 """Of one exchange, until islands give up."""
@@ -74,6 +74,7 @@ class OpenCarrier:
         self._transport: FlatTransport | None = None
         self._number = 0  # of exchanges in this view
         self._pending: _Pending | None = None
+        self._latest: _Pending | None = None  # whose thread may not have ended
         self._asked = 0
         self._repeats = 0  # of an exchange, although nobody was gone
         self.resident: Resident | None = None
@@ -83,7 +84,7 @@ class OpenCarrier:
     fixed = False
 
     def start(self, label: Label, exchange: Exchange) -> None:
-        self._begin(_Pending(label, exchange))
+        self._pending = self._begin(_Pending(label, exchange))
 
     @property
     def arrived(self) -> bool:
@@ -93,22 +94,29 @@ class OpenCarrier:
         while (pending := self._pending) is not None:
             pending.ended.wait()
             if pending.error is not None:
-                self._pending = None
                 raise pending.error
             if pending.asked is not None:
                 self._asked, self._pending, self._repeats = pending.asked, None, 0
                 return
-            self._pending = None
-            if self._go_on(pending.label.describe()):
-                self._begin(pending)
+            try:
+                self._pending = None
+                if self._go_on(pending.label.describe()):
+                    self._pending = self._begin(pending)
+            except BaseException as error:  # who waits once more must not take it for done
+                what = f"{pending.label.describe()} was broken off: {error!r}"
+                pending.error = error if isinstance(error, Exception) else ExchangeError(what)
+                pending.ended.set()
+                self._pending = pending
+                raise
 
-    def _begin(self, pending: _Pending) -> None:
-        self._pending = pending
+    def _begin(self, pending: _Pending) -> _Pending:
         pending.ended.clear()
         # a daemon: a script that fails while an island is silent must end
         threading.Thread(
             target=self._carry, args=(pending,), name="slipstream-meeting", daemon=True
         ).start()
+        self._latest = pending
+        return pending
 
     def _carry(self, pending: _Pending) -> None:
         try:
@@ -117,6 +125,14 @@ class OpenCarrier:
             pending.error = error
         finally:
             pending.ended.set()
+
+    def _is_done(self, exchange: Exchange) -> bool:
+        """Carry out an exchange that is not repeated; whether all islands do."""
+        pending = self._begin(_Pending(Label("welcome", lambda: "the welcome"), exchange))
+        pending.ended.wait()  # torch's own waits hear no Ctrl-C
+        if pending.error is not None:
+            raise pending.error
+        return pending.asked is not None
 
     def _attempt(self, exchange: Exchange) -> int | None:
         """Carry out an exchange, if all islands do."""
@@ -208,7 +224,7 @@ class OpenCarrier:
             fresh = own in view.fresh
             stays = stays and not fresh
             welcome = _Welcome(self.resident, view, own)
-            if self._connect(view) and self._attempt(welcome.exchange) is not None:
+            if self._connect(view) and self._is_done(welcome.exchange):
                 break
             view = self._next_view(view, where)
         self._rendezvous.begun()
@@ -243,9 +259,10 @@ class OpenCarrier:
         """Take part no longer; idempotent."""
         self._transport = self.resident = None
         self._rendezvous.leave()
-        if self._pending is not None:
+        if self._latest is not None:
             # one that came back from torch while the interpreter ends would abort it
-            self._pending.ended.wait(LEAVE)
+            self._latest.ended.wait(LEAVE)
+        self._pending = self._latest = None  # their errors know the process group
 
 
 class _Welcome:

@@ -22,12 +22,14 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -46,40 +48,65 @@ DEAD = 4.0
 """Seconds without a heartbeat."""
 LOOK = 0.05
 """Seconds from one look at the store to the next, while waiting."""
+SLICE = 1.0
+"""Seconds of a longer wait at a time."""
 JOIN = timedelta(minutes=10)
 """For the jobs that begin together, until enough have come."""
 
 
-def _within(seconds: float, call: Callable[..., T], *args: Any) -> T:
-    """Call in a thread of its own: torch waits for ever for a store that keeps silent, and hears no
-    Ctrl-C while it waits.
+def _slices(seconds: float) -> Iterator[float]:
+    """Cut a wait into parts: time in which this process stood still counts as one of them."""
+    while seconds > 0:
+        yield min(SLICE, seconds)
+        seconds -= SLICE
 
-    Raises:
-        RuntimeError: it takes longer.
-    """
-    answer = Future[T]()
 
-    def ask() -> None:
+class _Asker:
+    """A thread for calls of torch, which waits for ever for a store that keeps silent, and hears no
+    Ctrl-C while it waits."""
+
+    def __init__(self) -> None:
+        self._calls = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
+        threading.Thread(
+            target=_answer, args=(self._calls,), name="slipstream-ask", daemon=True
+        ).start()
+        finalize(self, self._calls.put, None)
+
+    def ask(self, seconds: float, call: Callable[..., T], *args: Any) -> T:
+        """Return what the call does.
+
+        Raises:
+            RuntimeError: it takes longer.
+        """
+        answer = Future[T]()
+        self._calls.put((answer, partial(call, *args)))
+        for part in _slices(seconds):
+            if wait([answer], part).done:
+                return answer.result()
+        raise RuntimeError(f"no answer within {seconds:g} s")
+
+
+def _answer(calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    for answer, call in iter(calls.get, None):
         try:
-            answer.set_result(call(*args))
+            answer.set_result(call())
         except BaseException as error:
             answer.set_exception(error)
-
-    threading.Thread(target=ask, name="slipstream-ask", daemon=True).start()
-    try:
-        return answer.result(seconds)
-    except TimeoutError:
-        raise RuntimeError(f"no answer within {seconds:g} s") from None
 
 
 class _Patient:
     """A store that is asked for so many seconds at most."""
 
     def __init__(self, store: Store, seconds: float) -> None:
-        self.store, self._seconds = store, seconds
+        self.store, self._seconds, self._asker = store, seconds, _Asker()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return partial(_within, self._seconds, getattr(self.store, name))
+        return partial(self._asker.ask, self._seconds, getattr(self.store, name))
+
+    def rest(self) -> None:
+        """Wait for what it was asked, if that ends soon."""
+        with suppress(RuntimeError):
+            self._asker.ask(2 * SLICE, lambda: None)
 
 
 class Rendezvous:
@@ -92,10 +119,10 @@ class Rendezvous:
     def __init__(self, config: RendezvousConfig) -> None:
         self._config, self.island = config, 0
         self._half = timedelta(seconds=config.timeout / 2)
-        self._store = _Patient(self._connect(), config.timeout)
+        # Two clients: one that waits keeps others of its threads from asking.
+        store, beats = self._connect(), self._connect()
+        self._store = _Patient(store, config.timeout)
         self._gone = threading.Event()
-        # A client of its own: one that waits keeps others of its threads from asking.
-        beats = self._connect()
         self._beats = threading.Thread(
             target=self._beat, args=(beats,), name="slipstream-beat", daemon=True
         )
@@ -109,7 +136,7 @@ class Rendezvous:
             return PrefixStore(admit(store, run_token(), self._config.store), store)
 
         try:
-            return _within(self._config.timeout, connect)
+            return _Asker().ask(self._config.timeout, connect)
         except (RuntimeError, OSError) as error:
             if isinstance(error, ClusterError):
                 raise
@@ -298,9 +325,12 @@ class Rendezvous:
         """
         if len(view.islands) == 1:
             return None
-        store = PrefixStore(f"group/{view.number}", self._store.store)
+        # by a client of its own: where it waits in vain it keeps nobody from asking
+        store = PrefixStore(f"group/{view.number}", self._connect())
         rank, size = view.islands.index(self.island), len(view.islands)
-        gloo = _within(self._config.timeout, dist.ProcessGroupGloo, store, rank, size, self._half)
+        gloo = _Asker().ask(
+            self._config.timeout, dist.ProcessGroupGloo, store, rank, size, self._half
+        )
         group, kind = dist.ProcessGroup(store, rank, size), dist.ProcessGroup.BackendType.GLOO
         group._set_default_backend(kind)
         for device in ("cpu", "cuda"):
@@ -318,14 +348,21 @@ class Rendezvous:
                 word = f"done {self._store.add('asked', 0)}"
                 self._store.compare_set(f"outcome/{key}", "", word)
             elif done:
-                try:
-                    self._store.wait([f"outcome/{key}"], self._half)
-                except dist.DistStoreError:  # the time is up
-                    done = False
+                done = self._comes(f"outcome/{key}")
             if not done:
                 self._store.compare_set(f"outcome/{key}", "", "again")
             word, _, asked = self._store.get(f"outcome/{key}").decode().partition(" ")
         return int(asked) if word == "done" else None
+
+    def _comes(self, key: str) -> bool:
+        """Wait for a word of others, half of the time limit at most; whether it comes."""
+        for seconds in _slices(self._half.total_seconds()):
+            if self._gone.is_set():  # a thread still in torch would abort the interpreter's end
+                raise ClusterError("this job takes part no longer")
+            with suppress(dist.DistStoreError):  # the time is up
+                self._store.wait([key], timedelta(seconds=seconds))
+                return True
+        return False
 
     def close(self, view: View) -> bool:
         """Whether all islands of a view close now; else they are not waited for any longer."""
@@ -333,9 +370,7 @@ class Rendezvous:
             key = f"closed/{view.number}"
             if self._store.add(f"closing/{view.number}", 1) == len(view.islands):
                 self._store.compare_set(key, "", "together")
-            try:
-                self._store.wait([key], self._half)
-            except dist.DistStoreError:  # the time is up
+            if not self._comes(key):
                 self._store.compare_set(key, "", "alone")
             together: bool = self._store.get(key) == b"together"
             if together:
@@ -353,3 +388,4 @@ class Rendezvous:
             return
         self._gone.set()
         self._beats.join(timeout=BEAT)
+        self._store.rest()

@@ -291,13 +291,8 @@ class LocalTraining:
         if self._pace.waited is None:
             self._clock += 1
             self._merge(lambda flight: flight.due <= self._clock)
-            settled = all(meeting.flight is None for meeting in self._meetings)
-            if (
-                settled
-                and self._exchanges.carrier is not None
-                and self._exchanges.carrier.newcomers
-            ):
-                self._exchanges.carrier.admit()
+            if all(meeting.flight is None for meeting in self._meetings):
+                self._exchanges.admit()
         self._take_turn()
 
     def _take_turn(self) -> None:

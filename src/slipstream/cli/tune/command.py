@@ -125,14 +125,15 @@ def tune(
     refuse_launcher("slipstream tune --ranks N -- train.py")
     options.check_writable("--output", output, SUFFIXES)
     _check_not_lost(output, strategy)
-    options.check_writable("--log", log, (".json",))
+    options.check_suffix("--log", log, (".json",), device=True)
+    options.check_writable("--log", log)
     seconds, base = parse_budget(budget), _start(Strategy.load(strategy))
     _check_effects(cluster, updates, rate, nodes, exact_only=exact_only)
     losses = _check_losses(losses, to_loss, steps, exact_only=exact_only)
     sources: dict[str, str | Path | None] = {"the script": script, "--cluster": cluster}
     if not output.exists():  # else it is the strategy
         sources["--strategy"] = strategy
-    results = {"--output": output, "--log": log, "--losses": losses}
+    results = {"--output": output, "--log": log, "--losses": losses if to_loss else None}
     options.check_apart(results, sources)
     known = NetworkProfile.load(cluster) if cluster else None
     folder = log_folder("tune-")
