@@ -138,6 +138,7 @@ def commands() -> Iterator[tuple[str, str]]:
     )
     coded = f"local loss --steps 800 --seeds 1 {dense} {rivals} {others}"
     yield "local-causal-others", coded
+    yield "local-clock", "local_clock --rate 100mbit"
     yield "convergence-digits", "convergence --task digits"
     yield "convergence-text", "convergence --task text --ranks 2 --steps 1600"
     for task in ("digits", "text", "speed"):

@@ -26,6 +26,7 @@ TABLES: Mapping[str, Callable[[Entry], Result]] = {
     "large_batch": training.large_batch,
     "loading": training.loading,
     "local": training.local,
+    "local_clock": training.local_clock,
     "unequal": training.unequal,
     "lost_hosts": planning.lost_hosts,
     "memory": exchanges.memory,

@@ -120,6 +120,21 @@ def local(entry: Entry) -> Result:
     return one_table(entry, title, words, headings, speeds)
 
 
+def local_clock(entry: Entry) -> Result:
+    """How far trainings come in the same time."""
+    words = (
+        f"{entry['nodes']} emulated hosts at {entry['rate']} that compute on their own cores, a "
+        f"small language model ({entry['task']}); the last look at the held-out loss within "
+        f"{entry['seconds']:.0f} s of training, all that auto measures first included."
+    )
+    rows = [(r["name"], f"{r['updates']:.0f}", f"{r['loss']:.4f}") for r in entry["rows"]]
+    columns = ("training", "updates", "held-out loss")
+    _, _, path = entry["command"].partition("--json ")
+    picture = f"![loss over the clock]({Path(path).stem}.png)"
+    title = f"Local, {entry['task']} over the clock"
+    return one_table(entry, title, words, columns, rows, between=[picture])
+
+
 def unequal(entry: Entry) -> Result:
     """Hosts of which one is slower."""
     words = (
