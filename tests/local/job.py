@@ -19,6 +19,9 @@ import slipstream
 from tests.local.reference import flat
 
 WIDTH = 16
+LR = 0.01
+COOL_DOWN = 100
+"""Last updates, over which the learning rate goes to 0: runs of unlike orders end alike."""
 TEXT = ("the quick brown fox jumps over the lazy dog, and the dog does not mind; " * 40).encode()
 
 
@@ -55,7 +58,7 @@ def main() -> None:
     settings = json.loads(sys.argv[5]) if len(sys.argv) > 5 else {}
     torch.set_num_threads(1)
     model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     rendezvous = {"store": store, "at_least": 2, "timeout": 60, **settings.pop("rendezvous", {})}
     local = {"steps": 4, "rendezvous": rendezvous, **settings}
     longest = 0.0
@@ -65,6 +68,8 @@ def main() -> None:
         # one that joins again goes on where the others are
         while (update := session.common_updates) < last_update(folder, updates):
             before = time.monotonic()
+            left = last_update(folder, updates) - update
+            optimizer.param_groups[0]["lr"] = LR * min(left / COOL_DOWN, 1.0)
             session.backward(loss_of(model, 1000 * update + session.data_rank))
             session.step()
             longest = max(longest, time.monotonic() - before)
