@@ -46,6 +46,11 @@ def loss_of(model: nn.Module, seed: int) -> Tensor:
     return nn.functional.cross_entropy(model(inputs), target)
 
 
+def cool_down(optimizer: torch.optim.Optimizer, left: int) -> None:
+    """Set the learning rate of an update, of so many that are left."""
+    optimizer.param_groups[0]["lr"] = LR * min(left / COOL_DOWN, 1.0)
+
+
 def last_update(folder: Path, updates: int) -> int:
     end = folder / "end"
     return int(end.read_text()) if end.exists() else updates
@@ -68,8 +73,7 @@ def main() -> None:
         # one that joins again goes on where the others are
         while (update := session.common_updates) < last_update(folder, updates):
             before = time.monotonic()
-            left = last_update(folder, updates) - update
-            optimizer.param_groups[0]["lr"] = LR * min(left / COOL_DOWN, 1.0)
+            cool_down(optimizer, last_update(folder, updates) - update)
             session.backward(loss_of(model, 1000 * update + session.data_rank))
             session.step()
             longest = max(longest, time.monotonic() - before)

@@ -281,9 +281,10 @@ def test_gradients_are_never_averaged(settings: dict[str, Any]) -> None:
 def together(settings: dict[str, Any]) -> float:
     """Train as the jobs do, as ranks of one job."""
     model = job.build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job.LR)
     with slipstream.accelerate(model, optimizer, None, {"local": settings}) as session:
         for update in range(21):
+            job.cool_down(optimizer, 21 - update)
             session.backward(job.loss_of(model, 1000 * update + session.rank))
             session.step()
     return flat(model.parameters()).double().sum().item()
