@@ -80,7 +80,7 @@ class LocalConfig(Setting):
     """Learning rate of the outer optimizer; 1 without momentum takes the mean of all ranks."""
 
     momentum: float = Field(default=0.8, ge=0, lt=1)
-    """Nesterov momentum of the outer optimizer; more ranks and longer runs bear more."""
+    """Nesterov momentum of the outer optimizer; papers have 0.9, for more ranks and longer runs."""
 
     warm_up: NonNegativeInt = 0
     """Updates of plain data parallelism first."""
