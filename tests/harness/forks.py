@@ -105,7 +105,7 @@ def serve(address: str, program: str, owner: str) -> None:
     listener.bind(address)
     listener.listen(64)
     print("listens", flush=True)
-    asking: dict[socket.socket, int] = {}
+    asking: dict[socket.socket, int | None] = {}  # the fork of each, while it runs
     running: dict[int, tuple[int, socket.socket]] = {}  # by descriptor of the process
     while True:
         ready, _, _ = select.select([tests, listener, *asking, *running], [], [])
@@ -132,15 +132,19 @@ def serve(address: str, program: str, owner: str) -> None:
                 pid, line = running.pop(one)
                 os.close(one)
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                with suppress(OSError):
-                    line.send(str(code).encode())
-                asking.pop(line, None)
-                line.close()
+                if line in asking:  # the program has not been killed
+                    with suppress(OSError):
+                        line.send(str(code).encode())
+                    asking[line] = None  # the program closes it, as it may still send a signal
             elif one in asking:
-                number = one.recv(1)
-                os.kill(asking[one], number[0] if number else signal.SIGKILL)
+                number = b""
+                with suppress(ConnectionResetError):  # it was killed before it read the code
+                    number = one.recv(1)
+                if (fork := asking[one]) is not None:
+                    os.kill(fork, number[0] if number else signal.SIGKILL)
                 if not number:
                     del asking[one]
+                    one.close()
 
 
 def _go_on(order: bytes, streams: list[int], line: socket.socket, program: str) -> NoReturn:
