@@ -745,9 +745,9 @@ def test_time_at_a_meeting_is_no_time_of_this_rank(monkeypatch: pytest.MonkeyPat
         clock[0] += 5
 
     with slipstream.accelerate(model, sgd(model), None, {"local": {"steps": 1}}) as session:
-        monkeypatch.setattr(
-            "slipstream.session.loop.time", SimpleNamespace(perf_counter=lambda: clock[0])
-        )
+        fake = SimpleNamespace(perf_counter=lambda: clock[0])
+        for module in ("loop", "due_meetings"):
+            monkeypatch.setattr(f"slipstream.session.{module}.time", fake)
         monkeypatch.setattr(LocalTraining, "updated", meet)
         session.backward(loss_of(model, 0, 1))
         session.step()

@@ -1,4 +1,4 @@
-"""An accumulation window: the backward passes that make up an update, and their loss scale."""
+"""An accumulation window: the backward passes that make up an update, and how far it has come."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ class AccumulationWindow:
         contributions: micro-batches of all ranks so far, dummy batches not counted.
         loss_scale: the factor of the losses.
         island: ranks on whose batches this one updates; None: all.
+        in_no_sync: whether the script is inside ``no_sync()``.
+        backward_done: whether ``step()`` is next.
+        exchanged: whether the averages are there: by the last backward pass.
+        alone: whether all backward passes so far were in ``no_sync()``.
     """
 
     def __init__(
@@ -40,6 +44,30 @@ class AccumulationWindow:
         self.contributions = 0
         self.loss_scale = 1.0
         self.island: Sequence[int] | None = None
+        self.in_no_sync = self.backward_done = self.exchanged = self.alone = False
+
+    @property
+    def open(self) -> bool:
+        """Whether gradients were gathered that no update has used yet."""
+        return self.contributions > 0 or self.passes > 0
+
+    @property
+    def update_follows(self) -> bool:
+        """Whether ``step()`` after this, or the next, backward pass updates."""
+        return self._last and not self.in_no_sync
+
+    @property
+    def update_due(self) -> bool:
+        """Whether the averages of an update are there: ``step()`` is next."""
+        return self.backward_done and self.update_follows and self.exchanged
+
+    def __str__(self) -> str:
+        """Say where the script is, for an error."""
+        if self.in_no_sync:
+            return "no_sync()"
+        if self.backward_done and self._last:
+            return "a window whose last backward() was in no_sync()"
+        return f"an accumulation window of {self.accumulate} backward passes"
 
     @property
     def passes(self) -> int:
@@ -47,8 +75,7 @@ class AccumulationWindow:
         return self._passes + self._counted
 
     @property
-    def last(self) -> bool:
-        """Whether the update follows this backward pass."""
+    def _last(self) -> bool:
         return self._passes == self.accumulate - 1
 
     @property
@@ -70,6 +97,7 @@ class AccumulationWindow:
         """
         loader = self._loader  # "is None": a loader without a length has no truth value
         dummy = loader is not None and loader.dummy_batch
+        self.alone = self.in_no_sync and (self.alone or not self.open)
         if not self._counted:
             self.contributions += self._contributors()
             self._counted = True
@@ -106,11 +134,13 @@ class AccumulationWindow:
         self.loss_scale = loss_scale
 
     def advance(self) -> None:
-        """End a backward pass that no update follows."""
-        self._counted = False
-        self._passes = (self._passes + 1) % self.accumulate
+        """End a backward pass that no update follows; in ``no_sync()`` another one adds to it."""
+        self.backward_done = False
+        if not self.in_no_sync:
+            self._counted = False
+            self._passes = (self._passes + 1) % self.accumulate
 
     def close(self) -> None:
         """The update is done, also of a window that was not full."""
-        self._counted = False
+        self.backward_done = self.exchanged = self._counted = False
         self._passes = self.contributions = 0

@@ -149,8 +149,8 @@ def compose(
             members=members,
             local=local,
             proof=_proof(given, exchange, local),
+            step_hooks=step_hooks,
         )
-        loop.attach(step_hooks)
         if control is not None:
             handles.defer(Wrappers(model).close)
         session = Session(

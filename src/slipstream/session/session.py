@@ -269,14 +269,14 @@ class Session(Generic[M, O]):
         """Whether the ``step()`` after this backward, or after the next one, updates: False inside
         an accumulation window and ``no_sync``."""
         self._must_be_open("sync_gradients")
-        return self._loop.update_follows
+        return self._loop.window.update_follows
 
     @property
     def between_updates(self) -> bool:
         """Whether no gradients wait for an update: `checkpoint` and `restore` are allowed."""
         self._must_be_open("between_updates")
-        self._loop.settle()
-        return not self._loop.window_open or self._loop.left_out
+        self._loop.updates.settle()
+        return not self._loop.window.open or self._loop.updates.left_out
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -308,7 +308,7 @@ class Session(Generic[M, O]):
         self._must_be_open("state_dict")
         self._must_not_lose_gradients("state_dict")
         with self._loop.explaining():
-            return self._state.state(self._loop.steps, "session.state_dict")
+            return self._state.state(self._loop.updates.count, "session.state_dict")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict()``; every rank loads the same state, but for what is its own,
@@ -331,8 +331,8 @@ class Session(Generic[M, O]):
             self._load(state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self._loop.steps = self._state.load(state)
-        self._began = self._loop.steps
+        self._loop.updates.count = self._state.load(state)
+        self._began = self._loop.updates.count
         self._loop.momentum_correction.restored()
         if self._loop.proof is not None:
             self._loop.proof.forget()
@@ -379,7 +379,7 @@ class Session(Generic[M, O]):
 
     def _gathered(self, wanted: tuple[Part, ...], sharded: bool) -> dict[str, Any]:
         whole, state = self._loop.whole, dict[str, Any]()
-        self._taken = self._loop.steps
+        self._taken = self._loop.updates.count
         if "model" in wanted:
             state["model"] = whole.full_state_dict()
         if "optimizer" in wanted:
@@ -389,7 +389,7 @@ class Session(Generic[M, O]):
                 else whole.full_optimizer_state_dict()
             )
         if "session" in wanted:
-            state["session"] = self._state.state(self._loop.steps, "session.checkpoint")
+            state["session"] = self._state.state(self._loop.updates.count, "session.checkpoint")
         if sharded and self.rank:
             state = {part: value for part, value in state.items() if part == "optimizer"}
         numbers: dict[str, Any] = plain_numbers(state)
@@ -428,7 +428,7 @@ class Session(Generic[M, O]):
         self._must_have_no_gradients("restore")
         if "session" in state:  # before anything is loaded
             self._state.check(state["session"])
-        self._state.check_alike(state, *(self._loop.steps, self._taken, self._began))
+        self._state.check_alike(state, *(self._loop.updates.count, self._taken, self._began))
         whole = self._loop.whole
         if "model" in state:
             whole.load_full_state_dict(state["model"])
@@ -486,9 +486,9 @@ class Session(Generic[M, O]):
         """
         self._must_be_open("evaluating")
         if self._loop.local is None:
-            self._loop.settle()
+            self._loop.updates.settle()
         else:  # an update that the script has skipped on one rank alone ends before, not inside
-            self._loop.leave_out()
+            self._loop.updates.leave_out()
         with self._loop.whole.evaluating():
             yield
 
@@ -519,7 +519,7 @@ class Session(Generic[M, O]):
     def updates(self) -> int:
         """Updates of this rank so far, those before a `restore` included; where a loop goes on."""
         self._must_be_open("updates")
-        return self._loop.steps
+        return self._loop.updates.count
 
     @property
     def all_updates(self) -> int:
@@ -528,7 +528,7 @@ class Session(Generic[M, O]):
         self._must_be_open("all_updates")
         if self._loop.local is not None:
             return self._loop.local.all_updates
-        return self._loop.steps * self.data_size
+        return self._loop.updates.count * self.data_size
 
     @property
     def common_updates(self) -> int:
@@ -538,15 +538,15 @@ class Session(Generic[M, O]):
         self._must_be_open("common_updates")
         local = self._loop.local
         if local is None:
-            return self._loop.steps
+            return self._loop.updates.count
         # without a meeting, where it can be: this rank alone may ask
-        self._loop.settle(in_forward=not local.is_awaited)
-        return local.common_updates(uncounted=self._loop.uncounted)
+        self._loop.updates.settle(in_forward=not local.is_awaited)
+        return local.common_updates(uncounted=self._loop.updates.uncounted)
 
     @property
     def skipped(self) -> int:
         """Updates that were skipped because of gradients that were not finite, or by the script."""
-        return self._skipped if self._closed else self._loop.skipped
+        return self._skipped if self._closed else self._loop.updates.skipped
 
     def report(self, *, full: bool = False) -> str:
         """Say what was asked for and what became of it, in plain text as wide as the terminal.
@@ -594,12 +594,12 @@ class Session(Generic[M, O]):
         broken: BaseException | None = None
         if error[0] is None:
             try:  # an update that the script has skipped at the end counts
-                loop.settle()
+                loop.updates.settle()
             except BaseException as failure:
                 error, broken = (type(failure), failure, None), failure
         complaint = loop.complaint() if error[0] is None else None
         in_flight, self._last_segments = loop.engine.in_flight, loop.engine.segments
-        self._skipped = loop.skipped
+        self._skipped = loop.updates.skipped
         try:
             self._handles.__exit__(*error)
         finally:
@@ -622,8 +622,8 @@ class Session(Generic[M, O]):
             self._loop.local.check_restore(verb)
 
     def _must_not_lose_gradients(self, verb: str) -> None:
-        self._loop.leave_out()
-        if self._loop.window_open:
+        self._loop.updates.leave_out()
+        if self._loop.window.open:
             raise UsageError(
                 f"{verb}() inside an accumulation window would lose the gradients gathered so far; "
                 "call it after a step() that returned True, or after session.flush(), which "
@@ -631,8 +631,8 @@ class Session(Generic[M, O]):
             )
 
     def _must_have_no_gradients(self, verb: str) -> None:
-        self._loop.leave_out()
-        if self._loop.window_open:
+        self._loop.updates.leave_out()
+        if self._loop.window.open:
             raise UsageError(
                 f"{verb}() after a backward() that no update has used: its gradients are of the "
                 "state before; call it before backward(), or after a step() that returned True, or "
