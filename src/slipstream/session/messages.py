@@ -200,6 +200,24 @@ def broken_off(update: int) -> UsageError:
     )
 
 
+def window_lost(verb: str) -> UsageError:
+    """A checkpoint holds no gradients of an open window."""
+    return UsageError(
+        f"{verb}() inside an accumulation window would lose the gradients gathered so far; "
+        "call it after a step() that returned True, or after session.flush(), which "
+        "updates with them"
+    )
+
+
+def restored_under_gradients(verb: str) -> UsageError:
+    """Another state would be updated with gradients of this one."""
+    return UsageError(
+        f"{verb}() after a backward() that no update has used: its gradients are of the "
+        "state before; call it before backward(), or after a step() that returned True, or "
+        "after session.flush()"
+    )
+
+
 def shares_out_of_step() -> UsageError:
     """A checkpoint of what lies on all ranks, after an exception that broke off an exchange."""
     return UsageError(

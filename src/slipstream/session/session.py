@@ -18,14 +18,12 @@ from torch import nn
 
 from slipstream.cluster.connect import Cluster
 from slipstream.data.uneven_inputs import UnevenInputLoader
-from slipstream.errors import ModelError, SlipstreamError, UsageError
+from slipstream.errors import UsageError
 from slipstream.gradients.segments import SegmentStats
-from slipstream.local.model import of_one_rank
 from slipstream.local.open_training import OpenTraining
 from slipstream.parallel.dims import ParallelDims
-from slipstream.pytree import plain_numbers
-from slipstream.session import messages
-from slipstream.session.checkpoint import PARTS, Part, checked, joined
+from slipstream.session.checkpoint import Part, checked, joined
+from slipstream.session.checkpointing import Checkpointing
 from slipstream.session.handles import Handle, HandleStack
 from slipstream.session.loop import TrainingLoop
 from slipstream.session.state import SessionState
@@ -71,9 +69,7 @@ class Session(Generic[M, O]):
         self.data_rank, self.data_size = dims.data_rank, dims.data_size
         self._skipped = 0  # of a closed session
         self._cluster, self._loader, self._loop = cluster, loader, loop
-        self._taken: int | None = None  # updates when a checkpoint was taken last
-        self._began = 0  # updates when this session was opened or restored
-        self._state = state
+        self._state, self._checkpoints = state, Checkpointing(loop, state, self.rank)
         self._closed = False
         self._afterwards: list[Callable[[], object]] = []
         self._handles = handles.pop_all()  # from here on the session undoes the installation
@@ -87,7 +83,7 @@ class Session(Generic[M, O]):
         """Join jobs that come and go, and take over a share of their data; ``accelerate()``
         does."""
         try:
-            local.join(self._state_for_others, self._restore)
+            local.join(self._checkpoints.gather, self._checkpoints.restore)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -96,10 +92,6 @@ class Session(Generic[M, O]):
     def loop_is_of(self, framework: Framework) -> None:
         """Note in traces whose loop this is, and what that sets by itself; adapters do."""
         self._loop.tracer.loop_is_of(framework)
-
-    def _state_for_others(self) -> dict[str, Any]:
-        """Collect all that a job takes over which joins; gradients of an open update stay here."""
-        return self._gathered(PARTS, sharded=False)
 
     # The loop.
 
@@ -306,7 +298,7 @@ class Session(Generic[M, O]):
             ExchangeError: another rank is gone.
         """
         self._must_be_open("state_dict")
-        self._must_not_lose_gradients("state_dict")
+        self._checkpoints.check_window("state_dict")
         with self._loop.explaining():
             return self._state.state(self._loop.updates.count, "session.state_dict")
 
@@ -323,19 +315,12 @@ class Session(Generic[M, O]):
             MismatchError: ranks load different states.
         """
         self._must_be_open("load_state_dict")
-        self._check_restore("load_state_dict")
-        self._must_have_no_gradients("load_state_dict")
+        self._checkpoints.check_restore("load_state_dict")
+        self._checkpoints.check_no_gradients("load_state_dict")
         with self._loop.explaining():
             self._state.meet("session.load_state_dict")
             self._state.check(state)
-            self._load(state)
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        self._loop.updates.count = self._state.load(state)
-        self._began = self._loop.updates.count
-        self._loop.momentum_correction.restored()
-        if self._loop.proof is not None:
-            self._loop.proof.forget()
+            self._checkpoints.load(state)
 
     def checkpoint(self, *parts: Part, sharded: bool = False) -> dict[str, Any]:
         """Collect the states of model, optimizer and session, with the place in the data, for any
@@ -370,30 +355,11 @@ class Session(Generic[M, O]):
         self._must_be_open("checkpoint")
         wanted = checked(parts)
         if "session" in wanted:  # before the rest is gathered
-            self._must_not_lose_gradients("checkpoint")
-        gathers = "optimizer" in wanted or self._loop.precision.masters is not None
-        if gathers and not sharded and self._loop.sharding.is_sharded and self._loop.engine.failed:
-            raise messages.shares_out_of_step()
+            self._checkpoints.check_window("checkpoint")
+        if not sharded:
+            self._checkpoints.check_whole(wanted)
         with self._loop.explaining():
-            return self._gathered(wanted, sharded)
-
-    def _gathered(self, wanted: tuple[Part, ...], sharded: bool) -> dict[str, Any]:
-        whole, state = self._loop.whole, dict[str, Any]()
-        self._taken = self._loop.updates.count
-        if "model" in wanted:
-            state["model"] = whole.full_state_dict()
-        if "optimizer" in wanted:
-            state["optimizer"] = (
-                whole.sharded_optimizer_state_dict()
-                if sharded
-                else whole.full_optimizer_state_dict()
-            )
-        if "session" in wanted:
-            state["session"] = self._state.state(self._loop.updates.count, "session.checkpoint")
-        if sharded and self.rank:
-            state = {part: value for part, value in state.items() if part == "optimizer"}
-        numbers: dict[str, Any] = plain_numbers(state)
-        return numbers
+            return self._checkpoints.gather(wanted, sharded=sharded)
 
     def restore(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from `checkpoint`; every rank passes the same, and keeps its part.
@@ -419,32 +385,10 @@ class Session(Generic[M, O]):
         ``copy.deepcopy(session.checkpoint())``.
         """
         self._must_be_open("restore")
-        self._check_restore("restore")
+        self._checkpoints.check_restore("restore")
         with self._loop.explaining():
             self._state.meet("session.restore")
-            self._restore(joined(state))
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        self._must_have_no_gradients("restore")
-        if "session" in state:  # before anything is loaded
-            self._state.check(state["session"])
-        self._state.check_alike(state, *(self._loop.updates.count, self._taken, self._began))
-        whole = self._loop.whole
-        if "model" in state:
-            whole.load_full_state_dict(state["model"])
-        if "optimizer" in state:
-            try:
-                kept = state["optimizer"]
-                if self._loop.local is None:
-                    kept = of_one_rank(kept, self.rank)
-                whole.load_full_optimizer_state_dict(kept)
-            except SlipstreamError:
-                raise
-            except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-                words = str(error).strip().partition("\n")[0]
-                raise ModelError(f"the state is another optimizer's: {words}") from error
-        if "session" in state:
-            self._load(state["session"])
+            self._checkpoints.restore(joined(state))
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """``torch.nn.utils.clip_grad_norm_`` of the whole model, also where ranks share it or its
@@ -605,7 +549,7 @@ class Session(Generic[M, O]):
         finally:
             # A gloo group ends its threads when its last reference goes; threads that are still
             # there when the interpreter ends abort the process, after a run that went well.
-            del loop, self._loop, self._state, self._cluster
+            del loop, self._loop, self._state, self._checkpoints, self._cluster
             if not in_flight:  # freeing a group that waits for a peer hangs
                 cluster.close()
         if broken is not None:
@@ -616,28 +560,6 @@ class Session(Generic[M, O]):
             warnings.warn(complaint, stacklevel=2)
         for act in self._afterwards if error[0] is None else ():
             act()
-
-    def _check_restore(self, verb: str) -> None:
-        if self._loop.local is not None:
-            self._loop.local.check_restore(verb)
-
-    def _must_not_lose_gradients(self, verb: str) -> None:
-        self._loop.updates.leave_out()
-        if self._loop.window.open:
-            raise UsageError(
-                f"{verb}() inside an accumulation window would lose the gradients gathered so far; "
-                "call it after a step() that returned True, or after session.flush(), which "
-                "updates with them"
-            )
-
-    def _must_have_no_gradients(self, verb: str) -> None:
-        self._loop.updates.leave_out()
-        if self._loop.window.open:
-            raise UsageError(
-                f"{verb}() after a backward() that no update has used: its gradients are of the "
-                "state before; call it before backward(), or after a step() that returned True, or "
-                "after session.flush()"
-            )
 
     def _must_be_open(self, verb: str) -> None:
         if self._closed:
