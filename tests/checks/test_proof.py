@@ -187,7 +187,7 @@ def drifts_from_others(folder: str) -> None:
         for step in range(6):
             update(session, step)
         if session.rank == BAD:
-            session._loop.local._meetings[0].outer[3] += 1.0
+            session._loop.local._rounds.meetings[0].outer[3] += 1.0
         updates(session, 6, 14)
 
 

@@ -569,7 +569,7 @@ def test_what_is_frozen_sends_no_rounding_when_an_exchange_is_repeated() -> None
     place = {"store": f"127.0.0.1:{store.port}", "at_least": 1}
     local = {"steps": 4, "rendezvous": place}
     with slipstream.accelerate(model, sgd(model), None, {"local": local}) as session:
-        [meeting] = training_of(session)._meetings
+        [meeting] = training_of(session)._rounds.meetings
         meeting.outer.mul_(1.001)  # a mean, which 16 bits do not hold
         with torch.no_grad():
             meeting.write(meeting.outer)
@@ -692,7 +692,7 @@ def test_what_a_session_saves_after_its_store_is_gone() -> None:
             session.backward(loss_of(model, 0, update))
             if update < 3:
                 session.step()
-        carrier = training_of(session)._exchanges.carrier
+        carrier = training_of(session)._rounds.exchanges.carrier
         assert isinstance(carrier, OpenCarrier)
         carrier._rendezvous._store._seconds = 0  # as long as it is given to answer
         with pytest.raises(ExchangeError, match="is gone, or keeps silent"):
@@ -725,24 +725,24 @@ def test_an_exchange_that_is_about_to_end_does_so_after_ctrl_c() -> None:
 
 def test_a_change_that_others_went_on_without_is_taken_back() -> None:
     with one_job(delay=2) as (model, training):
-        [meeting] = training._meetings
+        [meeting] = training._rounds.meetings
         assert meeting.flight is not None
         own = flat(model.parameters())
         training.drop()
         assert meeting.flight is None
-        assert training._weights == [4]
+        assert training._rounds.weights == [4]
         assert torch.equal(flat(model.parameters()), own)
 
 
 def test_nothing_begins_while_a_state_is_saved_for_those_that_join() -> None:
     with one_job() as (_, training):
-        [meeting] = training._meetings
+        [meeting] = training._rounds.meetings
         done = meeting.done
-        training._exchanges.joined_again = True  # what is due at this update is sent again
+        training._rounds.exchanges.joined_again = True  # what is due at this update is sent again
         training.save()
         assert (meeting.flight, meeting.done) == (None, done)
-        assert training._exchanges.joined_again
-        training._exchanges.joined_again = False
+        assert training._rounds.exchanges.joined_again
+        training._rounds.exchanges.joined_again = False
 
 
 class Taken:

@@ -89,7 +89,7 @@ def test_a_part_that_was_refused_is_not_taken_later() -> None:
         session.restore([{key: part[key] for key in ("model", "optimizer")}])
         session.restore(whole)
         assert torch.equal(flat(model.parameters()), flat(build().parameters()))
-        assert training(session)._weights == [0]
+        assert training(session)._rounds.weights == [0]
 
 
 def test_a_state_without_a_part_of_its_own_has_no_updates_of_its_own() -> None:
@@ -100,7 +100,7 @@ def test_a_state_without_a_part_of_its_own_has_no_updates_of_its_own() -> None:
         run(session, model, 2)
         session.load_state_dict(saved["session"])
         model.load_state_dict(saved["model"])
-        assert training(session)._weights == [0]
+        assert training(session)._rounds.weights == [0]
 
 
 def gone_on(saved: dict[str, Any], first: str) -> torch.Tensor:

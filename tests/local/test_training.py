@@ -455,7 +455,7 @@ def bf16_parameters() -> tuple[Tensor, torch.dtype]:
     whole = session._loop.sharding.model
     assert isinstance(whole, LocalModel)
     assert whole.training is not None
-    meeting = whole.training._meetings[0]
+    meeting = whole.training._rounds.meetings[0]
     outer = meeting.outer.clone()
     session.close()
     return outer, meeting.dtype

@@ -43,7 +43,7 @@ class OpenTraining(LocalTraining):
             save, restore: methods of a session, which may end before this.
         """
         self._save, self._restore = WeakMethod(save), WeakMethod(restore)
-        carrier = self._exchanges.carrier
+        carrier = self._rounds.exchanges.carrier
         assert isinstance(carrier, OpenCarrier)
         carrier.resident = self
         met = {t.name: t.parameter for t in self._trained}
@@ -56,7 +56,7 @@ class OpenTraining(LocalTraining):
         carrier.join()
         self._begins = not self.updates
         with torch.no_grad():
-            self._take_turn()
+            self._rounds.take_turn()
 
     def check(self) -> None:
         """Refuse a backward pass where it has no meaning, as `LocalTraining.check` does.
@@ -68,9 +68,9 @@ class OpenTraining(LocalTraining):
         super().check()
         if self._begins:
             self._begins = False
-            carrier = self._exchanges.carrier
+            carrier = self._rounds.exchanges.carrier
             assert isinstance(carrier, OpenCarrier)
-            own = self._position, [digest([meeting.outer]) for meeting in self._meetings]
+            own = self._position, [digest([meeting.outer]) for meeting in self._rounds.meetings]
             carrier.same("loaded model or restored state", repr(own))
 
     def check_restore(self, verb: str) -> None:
@@ -91,44 +91,44 @@ class OpenTraining(LocalTraining):
         save = self._save()
         assert save is not None
         # nothing is on its way, and nothing may begin: what is due is sent in the next view
-        joined, self._exchanges.joined_again = self._exchanges.joined_again, False
+        joined, self._rounds.exchanges.joined_again = self._rounds.exchanges.joined_again, False
         state = save()
-        self._exchanges.joined_again = joined
+        self._rounds.exchanges.joined_again = joined
         return state
 
     def settle(self, state: Mapping[str, Any], *, again: bool) -> None:
         """Go on from the state of another island; ``again``: what this rank has done since the last
         meeting stays a part of its next change."""
-        self._exchanges.joined_again = True
+        self._rounds.exchanges.joined_again = True
         if not again:
             restore = self._restore()
             assert restore is not None
             restore(state)
             return
         lags = []
-        for meeting in self._meetings:
+        for meeting in self._rounds.meetings:
             flight, base = meeting.flight, meeting.outer.to(meeting.device)
             if flight is not None and flight.done:  # the others have merged it
                 base = flight.sent
             lags.append(base - meeting.read())
-        weights, fresh = self._weights, self._fresh
+        weights, fresh = self._rounds.weights, self._fresh
         self.load(state["session"]["local"], self.updates)
-        self._weights, self._fresh = weights, self._fresh and fresh
+        self._rounds.weights, self._fresh = weights, self._fresh and fresh
         self._resumes = False
-        for meeting, lag in zip(self._meetings, lags, strict=True):
+        for meeting, lag in zip(self._rounds.meetings, lags, strict=True):
             meeting.write(meeting.outer.to(meeting.device) - lag)
 
     def drop(self) -> None:
         """Take back a change that the others have gone on without: it is a part of the next."""
-        self._exchanges.joined_again = True
-        for number, meeting in enumerate(self._meetings):
+        self._rounds.exchanges.joined_again = True
+        for number, meeting in enumerate(self._rounds.meetings):
             if meeting.flight is not None and not meeting.flight.done:
-                self._weights[number] += int(meeting.flight.weights[0])
+                self._rounds.weights[number] += int(meeting.flight.weights[0])
                 meeting.flight = None
 
     def meet_as(self, islands: Ranks, slot: int) -> None:
         """Be one of so many islands from now on."""
         self.slot = slot
-        self._exchanges.island = replace(self.island, islands=islands)
-        for meeting in self._meetings:
+        self._rounds.exchanges.island = replace(self.island, islands=islands)
+        for meeting in self._rounds.meetings:
             meeting.meet_as(self.island)
