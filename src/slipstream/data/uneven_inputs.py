@@ -13,27 +13,24 @@ after forward has run beside it. No other ``len()`` is believed.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import is_dataclass
+from dataclasses import dataclass, replace
 from threading import current_thread
-from types import FunctionType
 from typing import Any, NoReturn, Protocol, TypeGuard, runtime_checkable
-from weakref import ref
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
 from slipstream.data import pass_random
 from slipstream.data.agreement import Agreement
+from slipstream.data.batches import content_of, copied
 from slipstream.data.earlier_epoch import warn_of_an_earlier_epoch
 from slipstream.data.lengths import certain_length, epoch_of
+from slipstream.data.live_passes import LivePasses
 from slipstream.data.loader_around import LoaderAround
 from slipstream.errors import DataError, UsageError
-from slipstream.pytree import LEAVES, checksum, mapped
 from slipstream.trace.event import DATA_WAIT
 from slipstream.trace.recorder import Recorder
 
@@ -45,6 +42,25 @@ class StatefulLoader(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """Begin of a pass: behind the batches that another one has given, or with its first.
+
+    Attributes:
+        position: of that pass; None: there is none.
+        skip: batches that it has given.
+        epoch: of that pass: at another one it is over; None: it counts none.
+        draw: the random states with which it began; None: those of now.
+        lives_on: whether workers of a pass before it read for it; None: as they do now.
+    """
+
+    position: Mapping[str, Any] | None = None
+    skip: int = 0
+    epoch: int | None = None
+    draw: pass_random.RandomStates | None = None
+    lives_on: bool | None = None
 
 
 _END = object()
@@ -109,18 +125,9 @@ class UnevenInputLoader(LoaderAround):
         self._passes = 0
         self._agreement: Agreement | None = None
         self._broken: DataError | None = None
-        # weak: a pass left by ``break`` is over
-        self._asked: list[ref[_Pass]] = []  # in the order of their last batches
-        self._trained: ref[_Pass] | None = None  # of which a batch was trained on last
-        # what the next pass goes on with:
-        self._position: Mapping[str, Any] | None = None
-        self._skip = 0
-        self._over: int | None = None  # the epoch of that pass: at another one it is over
-        self._draw: pass_random.RandomStates | None = None
-        self._lives_on: bool | None = None
-        # that of the last pass, while no batch of it was trained on:
-        self._unused: tuple[Mapping[str, Any], pass_random.RandomStates | None, bool | None] | None
-        self._unused = None
+        self._live = LivePasses[_Pass]()
+        self._next = _Start()
+        self._unused: _Start | None = None  # of the last pass, until a batch of it is trained on
         self._has_workers = False
 
     @property
@@ -129,8 +136,8 @@ class UnevenInputLoader(LoaderAround):
         with it, of this rank; None: there is none, or it is over."""
         if self._followed is not None:
             return self._followed.drawn_with
-        present = self._present
-        return self._draw if present is None else present.drawn_with
+        present = self._live.present
+        return self._next.draw if present is None else present.drawn_with
 
     @property
     def generators(self) -> list[torch.Tensor]:
@@ -147,52 +154,42 @@ class UnevenInputLoader(LoaderAround):
         this rank: it draws no seed for them."""
         if self._followed is not None:
             return self._followed.workers_live_on
-        present = self._present
+        present = self._live.present
         return self._next_lives_on if present is None else present.workers_live_on
 
     @property
     def _next_lives_on(self) -> bool:
-        return self._has_workers if self._lives_on is None else self._lives_on
+        lives_on = self._next.lives_on
+        return self._has_workers if lives_on is None else lives_on
 
     def let_workers_live_on(self, lives_on: bool) -> None:
         """Let the next pass be one for which `workers_live_on` was so."""
         if self._followed is not None:
             self._followed.let_workers_live_on(lives_on)
         else:
-            self._lives_on = lives_on
-
-    @property
-    def _present(self) -> _Pass | None:
-        """The pass that is under way; of several, the one that was trained on last, or else asked:
-        a script may look at batches beside its training."""
-        known = (self._trained, *reversed(self._asked))
-        found = (one() for one in known if one is not None)
-        return next((one for one in found if one is not None and not one.is_over), None)
-
-    def _note_asked(self, asked: _Pass) -> None:
-        others = (one for one in self._asked if one() is not None and one() is not asked)
-        self._asked = [*others, ref(asked)]
+            self._next = replace(self._next, lives_on=lives_on)
 
     def draw_with(self, states: pass_random.RandomStates) -> None:
         """Let the next pass draw its order as one that began so, which it goes on with."""
         if self._followed is not None:
             self._followed.draw_with(states)
         else:
-            self._draw, self._asked, self._trained = states, [], None
+            self._next = replace(self._next, draw=states)
+            self._live.forget()
 
     def position(self) -> dict[str, Any]:
         """The place in the present pass, or where the next one goes on: the loader's own state, or
         how many batches it has given, and of which epoch."""
         if self._followed is not None:
             return self._followed.position()
-        present = self._present
-        steps, over = self._skip, self._over
+        present = self._live.present
+        steps, epoch = self._next.skip, self._next.epoch
         if present is not None:
-            steps, over = present.steps, present.epoch
+            steps, epoch = present.steps, present.epoch
         place: dict[str, Any] = {"batches": steps, "ranks": self._ranks}
         if self._keeps_place(self._loader):
             place = {"own": self._loader.state_dict()}
-        return place | ({} if over is None else {"over": over})
+        return place | ({} if epoch is None else {"over": epoch})
 
     def go_to(self, position: Mapping[str, Any]) -> bool:
         """Let the next pass begin where the one of ``position`` was.
@@ -207,17 +204,17 @@ class UnevenInputLoader(LoaderAround):
         """
         if self._followed is not None:
             return self._followed.go_to(position)
+        epoch = position.get("over")
         if "batches" in position:
-            self._skip = position["batches"] * position["ranks"] // self._ranks
-            self._over, self._draw = position.get("over"), None
-            self._lives_on = None
+            skip = position["batches"] * position["ranks"] // self._ranks
+            self._next = _Start(position, skip, epoch)
         elif "own" in position and self._keeps_place(self._loader):
             self._loader.load_state_dict(position["own"])
-            self._skip, self._over, self._draw = 0, position.get("over"), None
+            self._next = replace(self._next, position=position, skip=0, epoch=epoch, draw=None)
         else:
             return False
-        self._position = position
-        self._asked, self._trained, self._unused = [], None, None  # until it is asked again
+        self._unused = None
+        self._live.forget()
         return True
 
     @staticmethod
@@ -249,9 +246,8 @@ class UnevenInputLoader(LoaderAround):
         """Note that the last batch of a pass that is still there is trained on."""
         if self._followed is not None:
             self._followed.note_training()
-        living = [one for one in self._asked if one() is not None]
-        self._trained, self._unused = living[-1] if living else None, None
-        self._asked = living[-1:]  # the others were looked at, unless they are asked again
+        self._live.note_training()
+        self._unused = None
 
     def has_batch(self, rank: int) -> bool:
         """Whether a rank has a batch of its own in the present step, which is known after
@@ -290,15 +286,13 @@ class UnevenInputLoader(LoaderAround):
             self._on_start()
         self._take_back()
         epoch = epoch_of(self._loader)
-        is_other = self._over is not None and self._over != epoch
+        is_other = self._next.epoch is not None and self._next.epoch != epoch
         if is_other:
-            warn_of_an_earlier_epoch(epoch, self._over)
-            known = self._lives_on is not None
-            self._begin_anew()
-            if known:  # those of the epoch before, which the state ends
-                self._lives_on = pass_random.seeds_once(self._loader)
+            warn_of_an_earlier_epoch(epoch, self._next.epoch)
+            known = self._next.lives_on is not None  # of the epoch before, which the state ends
+            self._next = _Start(lives_on=pass_random.seeds_once(self._loader) if known else None)
         begun.epoch = epoch_of(self._loader)  # before iterating, at which a sampler may count
-        goes_on, again = self._skip > 0, self._draw
+        goes_on, again = self._next.skip > 0, self._next.draw
         begun.drawn_with = pass_random.states(self._loader) if again is None else again
         begun.workers_live_on = lives_on = self._next_lives_on
         if lives_on and not self._has_workers and pass_random.seeds_once(self._loader):
@@ -308,12 +302,12 @@ class UnevenInputLoader(LoaderAround):
                 pass_random.draw_seed(self._loader)
             batches: Iterator[Any] = iter(self._loader)
             with self._skipping():
-                begun.skip(batches, self._skip)
+                begun.skip(batches, self._next.skip)
             goes_on_itself = is_other and self._keeps_place(self._loader)
             if goes_on_itself and not begun.has_next(batches):
                 batches = iter(self._loader)  # the state was of the end of the epoch before
         self._has_workers = pass_random.seeds_once(self._loader)
-        self._begin_anew()
+        self._next = _Start()
         if self._group is None:
             return batches, None
         self._passes += 1
@@ -325,17 +319,11 @@ class UnevenInputLoader(LoaderAround):
         """Let a pass go on where the one before it did, which was left before a batch of it was
         trained on: the script has looked at the first one."""
         if self._unused is not None:
-            position, draw, lives_on = self._unused
-            asked = self._asked
-            self.go_to(position)
-            self._asked, self._draw, self._lives_on = asked, draw, lives_on
-        if self._position is not None:
-            self._unused = self._position, self._draw, self._lives_on
-
-    def _begin_anew(self) -> None:
-        """Let the next pass go on with nothing."""
-        self._position = self._draw = None
-        self._skip, self._over, self._lives_on = 0, None, None
+            self._next = self._unused
+            position = self._next.position or {}
+            if "own" in position and self._keeps_place(self._loader):
+                self._loader.load_state_dict(position["own"])
+        self._unused = None if self._next.position is None else self._next
 
 
 class _Pass(Iterator[Any]):
@@ -374,8 +362,8 @@ class _Pass(Iterator[Any]):
             self._batches, self._agreement = loader._begin(self)
             self._length = certain_length(loader._loader)
         else:  # whatever was restored meanwhile
-            loader._begin_anew()
-        loader._note_asked(self)
+            loader._next = _Start()
+        loader._live.note_asked(self)
         if loader._group is None:  # alone, or detached meanwhile
             self._agreement = None
         if self._agreement is not None:
@@ -391,9 +379,9 @@ class _Pass(Iterator[Any]):
             self._end()
             loader._unused = None
             raise StopIteration
-        batch = self._following if has_one else _copied(self._last)
+        batch = self._following if has_one else copied(self._last)
         if has_one:
-            self._last = batch if self._agreement is None else _copied(batch)
+            self._last = batch if self._agreement is None else copied(batch)
             self._following = _NOT_READ
             self._given += 1
         self.steps += 1
@@ -469,7 +457,7 @@ class _Pass(Iterator[Any]):
         if self._length is None or self._error:
             self._agreement.asked_in = current_thread()
         if has_one and not self.steps and self._loader._passes == 1:
-            self._agreement.content = _content_of(self._following)
+            self._agreement.content = content_of(self._following)
         with self._loader._explaining():
             return self._agreement.next_step(promise, self._loader._group)
 
@@ -500,58 +488,3 @@ class _Pass(Iterator[Any]):
         if recorder is not None and batch is not _END:
             recorder.add(DATA_WAIT, start, recorder.now(), **reading)
         return batch
-
-
-def _content_of(batch: Any) -> int:
-    """A checksum of a batch; 0 where it has no tensors, or anything that may differ unseen."""
-    found: list[Any] = []
-
-    def see(value: Any) -> Any:
-        found.append(value)
-        return value
-
-    def other(value: Any) -> Any:
-        if not is_dataclass(value):
-            raise TypeError
-        return value
-
-    try:
-        mapped(batch, see, kind=LEAVES, others=other)
-        values = [value for value in found if isinstance(value, torch.Tensor)]
-        rest = [value for value in found if not isinstance(value, torch.Tensor)]
-        full = any(value.numel() for value in values)
-        return crc32(repr(rest).encode(), checksum(values)) if full else 0
-    except Exception:  # sparse and nested tensors, arrays, and objects of the user's
-        return 0
-
-
-def _copied(batch: Any) -> Any:
-    """The same tensors in lists, mappings and objects of their own: a script may change those that
-    it gets."""
-    if type(batch) is list:
-        alone = all(isinstance(entry, LEAVES) for entry in batch)  # as numbers of tokens
-        return [*batch] if alone else [_copied(entry) for entry in batch]
-    try:
-        return mapped(batch, lambda tensor: tensor, others=_copied_object)
-    except Exception:  # a container of the user's, which refuses in a way of its own
-        return batch
-
-
-def _copied_object(batch: Any) -> Any:
-    """An object with the same attributes; itself where it is values, as an image or an array is,
-    whose copy is one of all of them, or owns something."""
-    kind: Any = type(batch)
-    own = (torch.nn.Module, type, FunctionType)
-    values = any(hasattr(kind, name) for name in ("__array__", "__array_interface__", "__del__"))
-    has_attributes = is_dataclass(batch) or hasattr(batch, "__dict__")
-    if values or isinstance(batch, own) or not has_attributes:
-        return batch
-    slots = any(vars(one).get("__slots__") for one in kind.__mro__)
-    if slots or hasattr(kind, "__copy__") or kind.__new__ is not object.__new__:
-        try:
-            return copy.copy(batch)
-        except Exception:  # so may an object: what is beside it is copied all the same
-            return batch
-    found = kind.__new__(kind)
-    vars(found).update(vars(batch))  # not by __getstate__, which may leave some out
-    return found
