@@ -18,7 +18,6 @@ order, the segments are laid out, and everything is sent after it.
 from __future__ import annotations
 
 from bisect import bisect
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,7 +25,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from slipstream.checks.sketch import AverageSamples
 from slipstream.errors import ExchangeError, SlipstreamError
@@ -40,6 +38,7 @@ from slipstream.gradients.compressed import (
 )
 from slipstream.gradients.finite import first_nonfinite
 from slipstream.gradients.interface import GradientEngine, drop_unused, is_unused
+from slipstream.gradients.last_hooks import LastHooks
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.gradients.messages import (
     backward_repeated,
@@ -64,6 +63,7 @@ from slipstream.gradients.segments import (
     in_ready_order,
     lay_out,
     parameters_of,
+    sparse_tables,
 )
 from slipstream.gradients.shards import ShardedGradient, Shards
 from slipstream.gradients.untouched import Untouched
@@ -134,11 +134,8 @@ class Engine(GradientEngine):
     ) -> None:
         self._trainables = list(trainables)
         self._frozen = parameters_of(model, trainable=False)
-        tables = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
-        every = model.named_parameters(remove_duplicate=False)
-        places = Counter[torch.Tensor](p for _, p in every)
-        sparse = {t.weight for t in tables if t.sparse and places[t.weight] == 1}  # not tied
-        self._sparse = [i for i, t in enumerate(self._trainables) if t.parameter in sparse]
+        tables = sparse_tables(model)
+        self._sparse = [i for i, t in enumerate(self._trainables) if t.parameter in tables]
         self._buffers = Buffers(model.named_buffers)
         self.split, self.overlap, self._plan = split, overlap, compression_plan
         self._channel, self._control, self._any_rank = channel, control, any_rank
@@ -163,11 +160,7 @@ class Engine(GradientEngine):
         self._unsettled = False  # whether codecs have learned from an exchange without an update
         self.overflowed = self.nonfinite = False
         self.step = 0
-        self._hooks = [
-            t.parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
-            for index, t in enumerate(self._trainables)
-        ]
-        self._next_hook = RemovableHandle.next_id
+        self._hooks = LastHooks([t.parameter for t in self._trainables], self._on_gradient)
 
     # What the session calls, in this order.
 
@@ -197,8 +190,7 @@ class Engine(GradientEngine):
         self._check_mixed()
         if self._untouched.check_sums() and self._shards is not None:
             self._shards.clear()  # averages to which these sums would have been added
-        if RemovableHandle.next_id != self._next_hook:
-            self._come_last()
+        self._hooks.come_last()
         thawed = [t.name for t in self._frozen if t.parameter.requires_grad]
         if thawed:
             raise unfrozen(thawed)
@@ -272,15 +264,6 @@ class Engine(GradientEngine):
     def _check_mixed(self) -> None:
         if self._mixed is not None:
             raise gradient_behind_average(self._mixed)
-
-    def _come_last(self) -> None:
-        """Run behind hooks that were registered since: they see, and may change, the gradient of
-        this rank, not one on its way to others."""
-        self._next_hook = RemovableHandle.next_id
-        for hook in self._hooks:
-            hooks = hook.hooks_dict_ref()
-            if hooks is not None and next(reversed(hooks), hook.id) != hook.id:
-                hooks[hook.id] = hooks.pop(hook.id)  # torch does not see move_to_end()
 
     @torch.no_grad()  # gradients of the script's own may have a graph
     def _exchange(self, backward: _Backward) -> None:
@@ -371,8 +354,7 @@ class Engine(GradientEngine):
 
     def close(self) -> None:
         """Remove the hooks; gradients become tensors of their own again."""
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.close()
         if self._shards is not None:
             self._shards.clear()
         if self._layout is not None:

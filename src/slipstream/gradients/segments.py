@@ -5,6 +5,7 @@ Never communicates, and never decides which gradients share a segment: ``layout`
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -61,6 +62,14 @@ def parameters_of(
         else NamedParameter(name, p, torch.empty(tuple(shape), dtype=p.dtype, device="meta"))
         for (name, p), shape in zip(chosen, shapes, strict=True)
     ]
+
+
+def sparse_tables(model: nn.Module) -> set[torch.Tensor]:
+    """The weights of embeddings whose gradients are sparse, and not added to those of a tie."""
+    tables = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    every = model.named_parameters(remove_duplicate=False)
+    places = Counter[torch.Tensor](p for _, p in every)
+    return {t.weight for t in tables if t.sparse and places[t.weight] == 1}
 
 
 def as_wide_as_gradients(trainables: Sequence[NamedParameter]) -> list[NamedParameter]:
