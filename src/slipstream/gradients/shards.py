@@ -23,6 +23,7 @@ from slipstream.codecs.compressor import is_dense
 from slipstream.errors import UsageError
 from slipstream.gradients.buckets import gradient_dtype
 from slipstream.gradients.layout import nearest_border
+from slipstream.pytree import among
 from slipstream.transport.ahead import aligned_length
 
 ALIGNMENT = 64
@@ -277,17 +278,6 @@ METADATA = frozenset(
 """Functions that ask a tensor for anything but its values."""
 
 
-def arguments(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """All arguments of a function of torch, those inside lists among them.
-
-    Example:
-        >>> arguments(([1, 2], 3), {"value": 4})
-        [1, 2, 3, 4]
-    """
-    given = [*args, *kwargs.values()]
-    return [x for arg in given for x in (arg if isinstance(arg, list | tuple) else [arg])]
-
-
 ZEROING: frozenset[Any] = frozenset([torch.Tensor.zero_, torch._foreach_zero_])
 
 
@@ -315,8 +305,7 @@ class ShardedGradient(torch.Tensor):
             for guard in args[0] if isinstance(args[0], list | tuple) else args[:1]:
                 guard.zeroed = True
             return args[0]
-        each = arguments(args, kwargs or {})
-        names = [x.of for x in each if isinstance(x, ShardedGradient)]
+        names = [x.of for x in among([args, *(kwargs or {}).values()], ShardedGradient)]
         raise UsageError(
             f"the gradient of {names[0] if names else 'a parameter'} was read between backward() "
             "and step(), or changed in place, but with gradients.transport sharded every rank has "

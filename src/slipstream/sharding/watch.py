@@ -8,7 +8,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from slipstream.gradients.shards import METADATA, ZEROING, arguments
+from slipstream.gradients.shards import METADATA, ZEROING
+from slipstream.pytree import among
 from slipstream.sharding.step_hooks import is_foreign
 
 
@@ -27,9 +28,8 @@ class WatchedGradient(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func not in METADATA and func not in ZEROING:
-            for argument in arguments(args, kwargs):
-                if isinstance(argument, WatchedGradient):
-                    argument.noticed.notice()  # no argument is watched from here on
+            for gradient in among([args, *kwargs.values()], WatchedGradient):
+                gradient.noticed.notice()  # no argument is watched from here on
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
