@@ -236,7 +236,7 @@ class TrainingLoop:
         self.whole.note_gradients()
         window.backward_done, window.exchanged = True, exchange
         if exchange and not self.sharding.is_sharded:  # else gradients have no values to use
-            updates.by_script.note()
+            updates.stepless.note()
         # what no_sync() has gathered may be thrown away
         updates.zeroing.note(in_window=not exchange and not window.in_no_sync)
         self.progress.passes += 1

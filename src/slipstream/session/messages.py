@@ -87,7 +87,7 @@ def step_without_backward() -> UsageError:
     )
 
 
-def updated_by_hand() -> UsageError:
+def updated_without_step() -> UsageError:
     """The script makes the updates itself, of which nothing tells the session."""
     return UsageError(
         "parameters change between backward() and the zeroing of gradients, and no optimizer has "

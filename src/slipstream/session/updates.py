@@ -9,7 +9,6 @@ from slipstream.local.training import LocalTraining
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session import messages
 from slipstream.session.accumulation import AccumulationWindow
-from slipstream.session.by_hand import UpdatesByHand
 from slipstream.session.due_meetings import DueMeetings
 from slipstream.session.exchanging import GradientExchange
 from slipstream.session.given import Given
@@ -17,6 +16,7 @@ from slipstream.session.kept_gradients import KeptGradients
 from slipstream.session.members import Members
 from slipstream.session.nonfinite import NonfiniteGradients
 from slipstream.session.proof import Proof
+from slipstream.session.stepless import SteplessUpdates
 from slipstream.session.tracing import Tracer
 from slipstream.session.zeroing import Zeroing
 from slipstream.strategy import keeps_state
@@ -37,7 +37,7 @@ class ModelUpdates:
         zeroing: sees whether the script has zeroed gradients.
         kept: gradients that an update has left to the script.
         nonfinite: looks for gradients that are not finite.
-        by_script: sees parameters that change without a step of an optimizer.
+        stepless: sees parameters that change without a step of an optimizer.
         graph_stays: whether the last backward pass has retained its graph.
         meetings: of ranks that train on their own.
     """
@@ -67,7 +67,7 @@ class ModelUpdates:
         self.nonfinite = NonfiniteGradients(given, exchange, window, precision, local, proof)
         is_local = exchange.sharding.model.is_local
         named = model.named_parameters()
-        self.by_script = UpdatesByHand([p for n, p in named if p.requires_grad and is_local(n)])
+        self.stepless = SteplessUpdates([p for n, p in named if p.requires_grad and is_local(n)])
         self.meetings = DueMeetings(local, given.progress)
         self.count = self.skipped = 0
         self.stepping = self.broken_off = False
@@ -156,7 +156,7 @@ class ModelUpdates:
         worked = skip is False and self._window.contributions > 0
         if skip is False:
             self.count += 1
-            self.by_script.stepped()
+            self.stepless.stepped()
         else:
             self.skipped += 1
         self._progress.reached(self.count)
@@ -181,7 +181,7 @@ class ModelUpdates:
         """Count an update with gradients of the script's own, which no backward pass has made."""
         self._window.trained_alone()
         self.count += 1
-        self.by_script.stepped()
+        self.stepless.stepped()
         self._progress.reached(self.count)
         with self.kept.unchanged():
             self._engine.updated(self.count)
@@ -203,7 +203,7 @@ class ModelUpdates:
             else:
                 self.nonfinite.drop()
                 if self.other_skips is None:
-                    self._check_by_hand()
+                    self._check_stepless()
                 self.end(self.other_skips, late=True)
         if in_forward:
             self.meetings.send_ahead()
@@ -217,15 +217,15 @@ class ModelUpdates:
         self._window.close()
         self._engine.updated(self.count, used=False, late=True)
 
-    def _check_by_hand(self) -> None:
+    def _check_stepless(self) -> None:
         """Say, once, that the script updates parameters by itself.
 
         Raises:
             UsageError: where gradients, or what becomes of parameters, would be wrong.
         """
-        if not self.by_script.count():
+        if not self.stepless.count():
             return
-        error = messages.updated_by_hand()
+        error = messages.updated_without_step()
         owes = self._owes and self._control is not None
         if owes or self._momentum.momenta or self._local is not None:
             raise error

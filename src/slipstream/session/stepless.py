@@ -1,8 +1,8 @@
 """Notices a script that changes parameters by their gradients itself, with no step of an optimizer.
 
-Of an optimizer a hook tells. What a script writes by hand, ``p.data.add_(p.grad, alpha=-lr)``,
-shows in values alone: some are kept from backward to where gradients are zeroed, until an optimizer
-has stepped, as scripts do one or the other.
+A hook tells of an optimizer's step. An update that the script writes itself, as
+``p.data.add_(p.grad, alpha=-lr)``, shows only in the values of parameters: a few are remembered
+after each backward pass and compared where gradients are zeroed, until an optimizer has stepped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ IN_A_ROW = 20
 back before its step, does so a few times."""
 
 
-class UpdatesByHand:
+class SteplessUpdates:
     """Counts updates that a script has made itself.
 
     Args:
