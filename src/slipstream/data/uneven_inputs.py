@@ -316,8 +316,8 @@ class UnevenInputLoader(LoaderAround):
         return batches, Agreement(rank, self._ranks, self._passes, goes_on=goes_on, rates=rates)
 
     def _take_back(self) -> None:
-        """Let a pass go on where the one before it did, which was left before a batch of it was
-        trained on: the script has looked at the first one."""
+        """Begin where the last pass began, if no batch of it was trained on: the script has only
+        looked at its first one."""
         if self._unused is not None:
             self._next = self._unused
             position = self._next.position or {}

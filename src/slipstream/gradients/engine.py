@@ -461,7 +461,7 @@ class Engine(GradientEngine):
     # One backward.
 
     def _open(self, backward: _Backward, layout: GradientLayout) -> None:
-        """All gradients are missing; a transport may post its receives."""
+        """Count all gradients as missing, and let the transport post its receives."""
         backward.slots, backward.due = layout.slots, list(layout.order.firings)
         for segment in layout.segments:
             segment.missing = len(segment.names)
@@ -470,7 +470,7 @@ class Engine(GradientEngine):
         self._channel.prepare(layout.requests)
 
     def _undo_average(self, scale: float) -> None:
-        """Averages that all ranks hold already must come out of the next sum as they are."""
+        """Scale averages, which all ranks hold, so that the next sum leaves them as they are."""
         factor = 1 / (scale * dist.get_world_size(self._control))
         if factor != 1:  # some rank has no batch of its own, but adds the averages all the same
             for trainable in self._trainables:
@@ -478,7 +478,7 @@ class Engine(GradientEngine):
                     trainable.parameter.grad.mul_(factor)
 
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
-        """Autograd has added to ``parameter.grad``. Small layers feel each microsecond here."""
+        """Take in an accumulated gradient; each microsecond counts for small layers."""
         backward = self._backward
         if backward is not None and backward.stamps is not None:
             backward.stamps[index] = self._channel.stamp()
@@ -506,7 +506,7 @@ class Engine(GradientEngine):
             self._send(backward)
 
     def _on_unfilled(self, backward: _Backward | None, index: int, parameter: torch.Tensor) -> None:
-        """A gradient that is not copied now: observed, left for ``end``, or a mistake."""
+        """Observe a gradient that is not copied now, leave it for ``end``, or refuse it."""
         if backward is None:
             name = self._trainables[index].name
             if not self._local_only:
@@ -563,7 +563,7 @@ class Engine(GradientEngine):
             self._channel.start(label, bucket.exchange(self.step), land)
 
     def _land(self, bucket: Bucket, backward: _Backward, checks_finite: bool) -> None:
-        """The averages of one bucket are here, those of others may still be in flight."""
+        """Take in the averages of one bucket; those of others may still be in flight."""
         if backward.looks:
             self._found.append(bucket.nonfinite)
         if checks_finite and not bucket.is_finite:

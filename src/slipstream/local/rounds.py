@@ -153,6 +153,7 @@ class Rounds:
             self._count(worked)
 
     def _count(self, worked: bool) -> None:
+        """Count an update, merge what is due after it, and send what is due."""
         self.updates += 1
         for number in range(len(self.weights)):
             self.weights[number] += worked
@@ -180,6 +181,7 @@ class Rounds:
         return [n for n in numbers if n < len(self.meetings)]
 
     def _meet(self) -> None:
+        """Send the fragments whose turn it is, and merge those that have no delay."""
         if self.pace.last_round:
             return
         for number in self._due:
@@ -188,6 +190,7 @@ class Rounds:
             self._merge(lambda flight: flight.due <= self.clock)
 
     def _send(self, number: int) -> None:
+        """Begin the meeting of a fragment."""
         self._check_buffers()
         meeting, weight = self.meetings[number], self.weights[number]
         self.weights[number] = 0
@@ -213,6 +216,7 @@ class Rounds:
             )
 
     def _merge(self, due: Callable[[Flight], bool]) -> None:
+        """Wait for the changes that are ``due``, and let the outer optimizers step by them."""
         for number, meeting in enumerate(self.meetings):
             if not meeting.flies(due):
                 continue
