@@ -106,6 +106,13 @@ def part(model: nn.Module) -> nn.Module:
     return model[0]  # type: ignore[index,no-any-return]
 
 
+def tied_to(model: nn.Module) -> nn.Module:
+    """A network of its own with the weights of the other's first layer, as an actor's in SAC-AE."""
+    other = copy.deepcopy(model[0])  # type: ignore[index]
+    other.weight = model[0].weight  # type: ignore[index]
+    return other  # type: ignore[no-any-return]
+
+
 STRATEGIES: dict[str, Case] = {
     "unknown key": (
         lambda: accelerate_and_close(small(), strategy={"gradient": {"overlap": True}}),
@@ -235,7 +242,12 @@ MODELS: dict[str, Case] = {
     "a model that holds one": (
         accelerate_twice_with(part, itself),
         UsageError,
-        ["accelerated already"],
+        ["module 0 is in a model that is accelerated already", "one session"],
+    ),
+    "a model that shares weights with one": (
+        accelerate_twice_with(itself, tied_to),
+        UsageError,
+        ["parameter weight is in a model that is accelerated already", "one session"],
     ),
 }
 
@@ -493,6 +505,18 @@ def test_a_model_in_memory_that_ranks_have_in_common_is_refused(two: Ranks) -> N
 def with_a_head(base: nn.Module) -> None:
     """Accelerate a frozen model that ranks have in common, with layers of each rank behind it."""
     accelerate_and_close(nn.Sequential(base.share_memory(), nn.Linear(2, 2)))
+
+
+def test_frozen_weights_may_be_in_two_models(two: Ranks) -> None:
+    two.run(frozen_in_two)
+
+
+def frozen_in_two() -> None:
+    model = small()
+    other = nn.Sequential(tied_to(model.requires_grad_(False)), nn.Linear(2, 2))
+    whole = nn.Sequential(model, nn.Linear(2, 2))
+    with slipstream.accelerate(whole, sgd(whole)):
+        accelerate_and_close(other)
 
 
 # What works, but is most often a mistake.
