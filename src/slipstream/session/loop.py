@@ -28,6 +28,7 @@ from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session import messages
 from slipstream.session.accumulation import AccumulationWindow
 from slipstream.session.by_hand import UpdatesByHand
+from slipstream.session.drift import FirstDrift
 from slipstream.session.exchanging import GradientExchange
 from slipstream.session.given import Given
 from slipstream.session.members import Members
@@ -99,8 +100,11 @@ class TrainingLoop:
         self._parameters = tuple(self.model.parameters())
         self._zeroing = Zeroing(self.model, self.optimizer)
         named = self.model.named_parameters()
-        here = [p for name, p in named if p.requires_grad and self.whole.is_local(name)]
-        self._by_script = UpdatesByHand(here)
+        here = {name: p for name, p in named if p.requires_grad and self.whole.is_local(name)}
+        self._by_script = UpdatesByHand([*here.values()])
+        self._drift: FirstDrift | None = None  # until ranks are compared
+        if given.dims.data is not None and local is None:
+            self._drift = FirstDrift(here, given.dims.data)
         # weak: the hooks call back, and a circle would keep the groups of a session that is over
         self._hooks: Callable[[], StepHooks | None] = lambda: None
         self._compared = False  # the first batches of ranks that share the model
@@ -276,6 +280,8 @@ class TrainingLoop:
             began = time.perf_counter()
             self.engine.end()
             self.progress.waited += time.perf_counter() - began
+            if exchange and self._drift is not None and self._drift.compare():
+                self._drift = None
             if exchange:
                 self._nonfinite.show()
             if exchange and self._without_batch:
@@ -534,6 +540,8 @@ class TrainingLoop:
         if skip is False:
             self.steps += 1
             self._by_script.stepped()
+            if self._drift is not None:
+                self._drift.updated(sharded=self.sharding.is_sharded)
         else:
             self.skipped += 1
         self.progress.reached(self.steps)
@@ -666,6 +674,8 @@ class TrainingLoop:
             before, self._collectives_before = self._collectives_before, None
             exchanged = before not in (None, collectives_so_far())
             self.local.stepped(optimizer, exchanged=exchanged)
+        if self._drift is not None:
+            self._drift.stepped(optimizer)
 
     # What is refused.
 
