@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD, AdamW
 
@@ -95,6 +96,28 @@ def test_an_optimizer_that_exchanges_inside_its_step_is_refused(two: Ranks) -> N
     for error in two.fail(deals_its_work_out).values():
         assert isinstance(error, ModelError)
         assert "Dealt.step() exchanges with other ranks" in str(error)
+
+
+def exchanges_beside_its_steps(in_a_hook: bool) -> None:
+    """As a mixture of experts does, which balances their load over ranks."""
+    model = build()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    load = torch.ones(2)
+    with slipstream.accelerate(model, optimizer, None, {"local": {"steps": 2}}) as session:
+        if in_a_hook:
+            optimizer.register_step_pre_hook(lambda *_: dist.all_reduce(load))
+        for update in range(4):
+            session.backward(loss_of(model, session.rank, update))
+            if not in_a_hook:
+                dist.all_reduce(load)
+            session.step()
+
+
+def test_a_hook_that_exchanges_around_a_step_is_told_where_to_go(two: Ranks) -> None:
+    for error in two.fail(exchanges_beside_its_steps, True).values():
+        assert "if a hook on its steps does that" in str(error)
+        assert "call it between backward() and step()" in str(error)
+    two.run(exchanges_beside_its_steps, False)
 
 
 def a_second_deals_its_work_out() -> None:

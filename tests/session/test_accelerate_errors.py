@@ -106,6 +106,13 @@ def part(model: nn.Module) -> nn.Module:
     return model[0]  # type: ignore[index,no-any-return]
 
 
+def tied_to(model: nn.Module) -> nn.Module:
+    """A network of its own with the weights of the other's first layer, as an actor's in SAC-AE."""
+    other = copy.deepcopy(model[0])  # type: ignore[index]
+    other.weight = model[0].weight  # type: ignore[index]
+    return other  # type: ignore[no-any-return]
+
+
 STRATEGIES: dict[str, Case] = {
     "unknown key": (
         lambda: accelerate_and_close(small(), strategy={"gradient": {"overlap": True}}),
@@ -235,7 +242,12 @@ MODELS: dict[str, Case] = {
     "a model that holds one": (
         accelerate_twice_with(part, itself),
         UsageError,
-        ["accelerated already"],
+        ["module 0 is in a model that is accelerated already", "one session"],
+    ),
+    "a model that shares weights with one": (
+        accelerate_twice_with(itself, tied_to),
+        UsageError,
+        ["parameter weight is in a model that is accelerated already", "one session"],
     ),
 }
 
@@ -495,6 +507,18 @@ def with_a_head(base: nn.Module) -> None:
     accelerate_and_close(nn.Sequential(base.share_memory(), nn.Linear(2, 2)))
 
 
+def test_frozen_weights_may_be_in_two_models(two: Ranks) -> None:
+    two.run(frozen_in_two)
+
+
+def frozen_in_two() -> None:
+    model = small()
+    other = nn.Sequential(tied_to(model.requires_grad_(False)), nn.Linear(2, 2))
+    whole = nn.Sequential(model, nn.Linear(2, 2))
+    with slipstream.accelerate(whole, sgd(whole)):
+        accelerate_and_close(other)
+
+
 # What works, but is most often a mistake.
 
 
@@ -514,3 +538,83 @@ def test_a_table_that_ranks_change_apart_is_a_warning(two: Ranks) -> None:
     assert not others
     assert two.run(drift_of, {"local": {}}) == [[], []]  # where they do in any case
     assert drift_of(None) == []
+
+
+class ByFirstBatch(nn.Module):
+    """Sets its parameter by the first batch, as the ActNorm of a flow does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(2))
+        self.register_buffer("is_set", torch.tensor(False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_set:
+            self.bias.data.copy_(-x.mean(0))
+            self.is_set.fill_(True)
+        return x + self.bias
+
+
+def trained_apart(habit: str, strategy: object) -> tuple[list[str], list[float]]:
+    """What is said of values that ranks have apart after the first update, and the last ones."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model = nn.Sequential(nn.Linear(3, 2), ByFirstBatch())
+    temperature = nn.Parameter(torch.zeros(()))
+    if habit == "forward before":
+        model(torch.ones(1, 3))
+    optimizer, own = sgd(model), torch.optim.SGD([temperature], lr=1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with slipstream.accelerate(model, optimizer, strategy=strategy) as session:
+            model[1].is_set.fill_(habit != "first batch")
+            if habit == "loaded" and rank == 0:
+                model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
+            for _ in range(4):
+                if habit == "put back":  # as the weights of an adversarial pass are
+                    with torch.no_grad():
+                        model[0].weight.add_(rank)
+                x = torch.full((2, 3), 1.0 + rank)
+                loss = (model(x) * temperature.exp()).square().mean()
+                session.backward(loss)
+                if habit == "put back":
+                    with torch.no_grad():
+                        model[0].weight.sub_(rank)
+                session.step()
+                if habit == "temperature":
+                    own.step()
+                temperature.grad = None
+    assert all(one.filename == __file__ for one in caught)
+    return [str(one.message) for one in caught], [
+        p.detach().sum().item() for p in model.parameters()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("habit", "said"),
+    [
+        ("first batch", "ranks have different values of 1.bias, and train apart"),
+        ("loaded", "ranks have different values of 0.weight and 2 more, and train apart"),
+        ("temperature", "ranks have different values of what SGD steps"),
+        ("forward before", None),
+        ("put back", None),
+    ],
+)
+@pytest.mark.parametrize(
+    "strategy", [None, {"gradients": {"transport": "sharded"}}, {"local": {}}], ids=str
+)
+def test_values_that_ranks_have_apart_after_the_first_update_are_a_warning(
+    two: Ranks, habit: str, said: str | None, strategy: object
+) -> None:
+    (first, one), (others, other) = two.run(trained_apart, habit, strategy)
+    assert not others
+    outside = habit == "temperature" and strategy != {"local": {}}  # is in no model
+    if said is not None and (strategy is None or outside):
+        assert len(first) == 1
+        assert said in first[0]
+    else:
+        assert first == []
+        assert one == pytest.approx(other)
+
+
+def test_one_process_has_nothing_to_compare() -> None:
+    assert trained_apart("first batch", None)[0] == []

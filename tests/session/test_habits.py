@@ -405,7 +405,7 @@ def buffer_grown(session: Any) -> None:
 CHANGES: dict[str, tuple[Callable[[Any], None], list[str]]] = {
     "a layer": (added, ["new: 3.weight, 3.bias", "accelerate() again"]),
     "a group": (grouped, ["group 1", "(1, 1)", "accelerate() again"]),
-    "a parameter": (replaced, ["replaced: 2.weight"]),
+    "a parameter": (replaced, ["replaced: 2.weight", "or write into the parameter that is there"]),
     "assign=True": (assigned, ["replaced: 0.bias", "and 1 more"]),
     "weight_norm": (normed, ["new: 0.parametrizations.weight.original0", "gone: 0.weight"]),
     "dtype": (narrowed, ["was torch.float64", "is torch.float32"]),

@@ -176,7 +176,9 @@ class LocalTraining:
             raise ModelError(
                 f"{name}.step() exchanges with other ranks, as one that deals its work out to them "
                 "does, but under local each rank must update all parameters by its own gradients: "
-                "use a class that steps on one rank alone, or leave local out"
+                "use a class that steps on one rank alone, or leave local out; if a hook on its "
+                "steps does that, as one that adds up the load of experts over ranks, call it "
+                "between backward() and step()"
             )
 
     def check_outside(self, verb: str) -> None:

@@ -86,15 +86,31 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_unused(model: nn.Module) -> None:
-    """Refuse a model that a session uses, or has left sharded.
+    """Refuse a model of which a session trains a part, or has left one sharded.
 
     Raises:
         UsageError: says which.
     """
-    if any(module in ACCELERATED for module in model.modules()):
-        raise UsageError(
-            "this model is accelerated already; close() its session before a second accelerate()"
-        )
+    together = (
+        "train both in one session, of nn.ModuleList([one, other]), with the second optimizer "
+        "beside its step(), or close() that one's session"
+    )
+    for path, module in model.named_modules():
+        if module in ACCELERATED:
+            raise UsageError(
+                f"module {path} is in a model that is accelerated already; {together}"
+                if path
+                else "this model is accelerated already; close() its session before a second "
+                "accelerate()"
+            )
+    trained = {p for module in ACCELERATED for p in module.parameters(recurse=False)}
+    for name, p in model.named_parameters():
+        if p in trained and p.requires_grad:
+            raise UsageError(
+                f"parameter {name} is in a model that is accelerated already, as that of an "
+                f"encoder whose weights two networks share: both sessions would average its "
+                f"gradients; {together}"
+            )
     if any(module in SHARDED for module in model.modules()):
         raise UsageError(
             "a session that ended with an error has left this model sharded: this rank has only a "

@@ -223,6 +223,8 @@ class TrainingLoop:
             began = time.perf_counter()
             self.engine.end()
             self.progress.waited += time.perf_counter() - began
+            if exchange and updates.drift is not None and updates.drift.compare():
+                updates.drift = None
             if exchange:
                 updates.nonfinite.show()
             if exchange and updates.without_batch:

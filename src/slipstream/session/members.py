@@ -27,6 +27,7 @@ from slipstream.errors import UsageError
 
 _SHOWN = 3
 _REMEDY = "close() the session before such a change and accelerate() again after it"
+_OR_WRITE = ", or write into the parameter that is there: with torch.no_grad(): p.copy_(values)"
 
 
 class Members:
@@ -108,9 +109,10 @@ class Members:
         }
         text = "; ".join(f"{what}: {_listed(names)}" for what, names in changes.items() if names)
         if text:
+            only_replaced = not (changes["new"] or changes["gone"])
             raise UsageError(
                 f"the model has other parameters than at accelerate() ({text}), which this session "
-                f"would not train; {_REMEDY}"
+                f"would not train; {_REMEDY}{_OR_WRITE if only_replaced else ''}"
             )
 
 

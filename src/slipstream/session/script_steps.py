@@ -158,3 +158,5 @@ class ScriptSteps:
             before, self._collectives_before = self._collectives_before, None
             exchanged = before not in (None, collectives_so_far())
             self._local.stepped(optimizer, exchanged=exchanged)
+        if self._updates.drift is not None:
+            self._updates.drift.stepped(optimizer)

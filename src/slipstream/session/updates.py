@@ -9,6 +9,7 @@ from slipstream.local.training import LocalTraining
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session import messages
 from slipstream.session.accumulation import AccumulationWindow
+from slipstream.session.drift import FirstDrift
 from slipstream.session.due_meetings import DueMeetings
 from slipstream.session.exchanging import GradientExchange
 from slipstream.session.given import Given
@@ -38,6 +39,7 @@ class ModelUpdates:
         kept: gradients that an update has left to the script.
         nonfinite: looks for gradients that are not finite.
         stepless: sees parameters that change without a step of an optimizer.
+        drift: of ranks after their first update; None: they were compared, or are alone.
         graph_stays: whether the last backward pass has retained its graph.
         meetings: of ranks that train on their own.
     """
@@ -67,7 +69,11 @@ class ModelUpdates:
         self.nonfinite = NonfiniteGradients(given, exchange, window, precision, local, proof)
         is_local = exchange.sharding.model.is_local
         named = model.named_parameters()
-        self.stepless = SteplessUpdates([p for n, p in named if p.requires_grad and is_local(n)])
+        here = {name: p for name, p in named if p.requires_grad and is_local(name)}
+        self.stepless = SteplessUpdates([*here.values()])
+        self.drift: FirstDrift | None = None
+        if given.dims.data is not None and local is None:
+            self.drift = FirstDrift(here, given.dims.data)
         self.meetings = DueMeetings(local, given.progress)
         self.count = self.skipped = 0
         self.stepping = self.broken_off = False
@@ -157,6 +163,8 @@ class ModelUpdates:
         if skip is False:
             self.count += 1
             self.stepless.stepped()
+            if self.drift is not None:
+                self.drift.updated(sharded=self._sharding.is_sharded)
         else:
             self.skipped += 1
         self._progress.reached(self.count)

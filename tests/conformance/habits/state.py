@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -64,6 +65,17 @@ def other_memory_order(run: Loop) -> None:
     run.model.load_state_dict(model)
     run.optimizer.load_state_dict(_reordered(optimizer))
     run.update(times=3)
+
+
+@habit("state of the optimizer emptied", "optimizer's momentum")
+def state_emptied(run: Loop) -> None:
+    """As ReLoRA, Reptile and warm restarts do."""
+    run.start()
+    run.update(times=2)
+    run.optimizer.state = defaultdict(dict)
+    run.update()
+    run.optimizer.state.clear()
+    run.update()
 
 
 def _reordered(state: dict[str, Any]) -> dict[str, Any]:

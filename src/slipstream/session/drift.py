@@ -1,0 +1,130 @@
+"""A warning where ranks have other values after the first update, which nothing brings together.
+
+Parameters are broadcast in ``accelerate()``, and gradients averaged from then on. What one rank
+alone writes stays: a forward that sets parameters by its first batch, weights that the first rank
+alone loads, noise that an optimizer draws. ``checks.every`` compares bits, all of them, and ends
+the run; here a few values of each parameter are compared once, beyond what rounding does.
+
+[Note: When ranks compare]
+Each looks at its values where its first update ends, when a script has put back what it had moved
+for a pass (SAM), and shows them behind the next backward pass that exchanges, which all ranks have
+in common. One that has made no update by then shows none.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+
+from slipstream.session.checks import ACCELERATED
+from slipstream.transport.consistency import collective_errors, maximum
+
+_VALUES = 64
+"""Values of a parameter that are compared, at most."""
+_PASSES = 8
+"""Backward passes within which that must have happened."""
+_ROUNDING = 1e-5
+"""Differences that count as rounding, of hosts that are not alike, in parts of the values."""
+_NONE = -math.inf
+
+
+class FirstDrift:
+    """Compares parameters of all ranks once.
+
+    Args:
+        parameters: what all ranks update alike, by name.
+        group: these ranks, for CPU tensors.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
+        self._parameters, self._group = parameters, group
+        self._passes = 0
+        self._sums: list[tuple[float, float]] | None = None  # of each parameter
+        self._others: dict[torch.optim.Optimizer, tuple[float, float]] = {}
+
+    def updated(self, *, sharded: bool) -> None:
+        """Look at the values of the first update; ``sharded``: all ranks get those of owners."""
+        if self._sums is None:
+            alike = [(0.0, 0.0)] * len(self._parameters)
+            self._sums = alike if sharded else _sums(self._parameters.values())
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at what another optimizer has stepped, if that is no part of any model that a
+        session trains: a temperature, the classes of a loss."""
+        if not self._passes or optimizer in self._others:
+            return
+        ours = {p for module in ACCELERATED for p in module.parameters(recurse=False)}
+        held = [p for group in optimizer.param_groups for p in group["params"] if p not in ours]
+        if held:
+            one_each = _sums(held)
+            self._others[optimizer] = sum(s for s, _ in one_each), sum(a for _, a in one_each)
+
+    def compare(self) -> bool:
+        """Compare what was looked at, where a pass that exchanges ends; whether that was all.
+
+        Raises:
+            ExchangeError: another rank is gone.
+        """
+        self._passes += 1
+        if self._passes == 1:
+            return False
+        others = [*self._others.values()]
+        other = (sum(s for s, _ in others), sum(a for _, a in others)) if others else (_NONE, 0.0)
+        mine = [*(self._sums or [(_NONE, 0.0)] * len(self._parameters)), other]
+        sums = torch.tensor([s for s, _ in mine], dtype=torch.float64)
+        seen = sums > _NONE
+        both = torch.stack([sums, torch.where(seen, -sums, sums)])
+        with collective_errors("the comparison of the parameters"):
+            most, least = maximum(both, self._group)
+        if not (most[:-1] > _NONE).any() and self._passes < _PASSES:
+            return False
+        if dist.get_rank(self._group) == 0:
+            size = torch.tensor([a for _, a in mine], dtype=torch.float64)
+            self._warn((seen & (most + least > _ROUNDING * size)).tolist())
+        return True
+
+    def _warn(self, apart: list[bool]) -> None:
+        *inside, outside = apart
+        names = [name for name, one in zip(self._parameters, inside, strict=True) if one]
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            warnings.warn(
+                f"after the first update ranks have different values of {names[0]}{more}, and "
+                "train apart from there on, as under DistributedDataParallel: accelerate() "
+                "broadcasts parameters, later only gradients are averaged. What forward sets by "
+                "the first batch (data-dependent initialisation): run one forward before "
+                "accelerate(); load weights before it, too, or on all ranks; noise that an "
+                "optimizer draws, and gradients that the script computes by itself, must be the "
+                "same on all ranks",
+                stacklevel=6,
+            )
+        if outside:
+            steps = ", ".join(type(optimizer).__name__ for optimizer in self._others)
+            warnings.warn(
+                f"after the first update ranks have different values of what {steps} steps, which "
+                "is in no model of a session: its gradients are never averaged. Unless each rank "
+                "is to have its own, put it into the model (model.temperature = nn.Parameter(...), "
+                "nn.ModuleList([model, loss])), whose gradients session.backward() averages; its "
+                "optimizer may stay",
+                stacklevel=6,
+            )
+
+
+def _sums(parameters: Iterable[torch.Tensor]) -> list[tuple[float, float]]:
+    """Add up a few values of each, weighted by place, and their sizes."""
+    found = []
+    for parameter in parameters:
+        values = parameter.detach()
+        values = torch.view_as_real(values) if values.is_complex() else values
+        flat = values.reshape(-1)
+        some = flat[:: max(1, len(flat) // _VALUES)][:_VALUES].double()
+        places = torch.arange(1, len(some) + 1, dtype=some.dtype, device=some.device)
+        weighted = some * places
+        found.append(torch.stack([weighted.sum(), weighted.abs().sum()]))
+    if not found:
+        return []
+    return [(one, size) for one, size in torch.stack([f.cpu() for f in found]).tolist()]
