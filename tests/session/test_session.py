@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.errors import SlipstreamError, UsageError
+from slipstream.session import checkpoint
 from tests.harness.ranks import Ranks
 from tests.session.training import BATCH, Session, loss_of, opened, small, update
 
@@ -103,6 +104,11 @@ MISUSES: dict[str, tuple[Callable[[], Session], Callable[[Session], object], lis
         opened,
         lambda s: s.load_state_dict({"version": 2}),
         ["lacks", "ready_order", "steps", "state_dict()"],
+    ),
+    "a state with more": (
+        opened,
+        lambda s: s.load_state_dict({**s.state_dict(), "epoch": 3}),
+        ["has ['epoch']", "allowed: codecs, data, ", "state_dict()", "beside it"],
     ),
     "another model's state": (opened, load_other_model, ["another model's", "a.weight"]),
 }
@@ -280,3 +286,10 @@ def through_a_file(state: Any) -> Any:
 def test_a_resumed_run_goes_on_bit_for_bit(two: Ranks, num_steps: int) -> None:
     assert resumed(num_steps)
     assert two.run(resumed, num_steps, timeout=40) == [True, True]
+
+
+def test_a_state_of_the_first_sessions_of_this_version_loads() -> None:
+    with opened() as session:
+        state = session.state_dict()
+        assert state.keys() == checkpoint.KEYS | checkpoint.LATER
+        session.load_state_dict({key: state[key] for key in checkpoint.KEYS})
