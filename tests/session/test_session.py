@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import slipstream
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.session import checkpoint
 from tests.harness.ranks import Ranks
@@ -293,3 +295,44 @@ def test_a_state_of_the_first_sessions_of_this_version_loads() -> None:
         state = session.state_dict()
         assert state.keys() == checkpoint.KEYS | checkpoint.LATER
         session.load_state_dict({key: state[key] for key in checkpoint.KEYS})
+
+
+def verbs_after_a_backward_that_failed(folder: str) -> list[str]:
+    said = []
+    saves = slipstream.Checkpoints(folder)
+    with opened() as session:
+        update(session)
+        saves.save(session, wait=True)
+        saved = copy.deepcopy(session.checkpoint())
+
+        def fail(_: torch.Tensor) -> None:
+            raise ZeroDivisionError
+
+        hook = next(session.model.parameters()).register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            session.backward(loss_of(session))
+        hook.remove()
+        for verb in (
+            session.step,
+            session.checkpoint,
+            session.state_dict,
+            lambda: session.checkpoint(sharded=True),
+            lambda: session.restore(saved),
+            lambda: session.load_state_dict(saved["session"]),
+            lambda: saves.save(session),
+            lambda: saves.restore(session),
+        ):
+            session.optimizer.zero_grad()
+            with pytest.raises(SlipstreamError) as caught:
+                verb()
+            said.append(str(caught.value))
+        assert "0.weight" in session.checkpoint("model")["model"]
+    return said
+
+
+def test_after_a_backward_that_failed_verbs_say_to_start_again(two: Ranks, tmp_path: Path) -> None:
+    """They said to call backward() first, or flush() after it."""
+    for said in two.run(verbs_after_a_backward_that_failed, str(tmp_path), timeout=60):
+        for text in said:
+            assert "after a backward() that has failed" in text
+            assert "start again from the newest checkpoint" in text

@@ -345,6 +345,7 @@ class TrainingLoop:
             UsageError: there was no backward pass since the last call.
         """
         self._must_be_whole()
+        self.check_engine("step")
         if not self._backward_done:
             raise messages.step_without_backward()
         if not self.update_follows:
@@ -700,6 +701,15 @@ class TrainingLoop:
         if not self.steps + self.skipped and awaiting >= 2 * self.window.accumulate:
             return messages.never_updated(self.backwards)
         return messages.dropped(self.window.passes, self.window.accumulate)
+
+    def check_engine(self, verb: str) -> None:
+        """Refuse what follows a backward pass that has failed.
+
+        Raises:
+            UsageError: says how to go on.
+        """
+        if self.engine.failed:
+            raise messages.failed_before(verb)
 
     def _must_be_whole(self) -> None:
         if self._broken_off and self.dims.control is not None:

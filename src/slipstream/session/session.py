@@ -618,10 +618,12 @@ class Session(Generic[M, O]):
             act()
 
     def _check_restore(self, verb: str) -> None:
+        self._loop.check_engine(verb)
         if self._loop.local is not None:
             self._loop.local.check_restore(verb)
 
     def _must_not_lose_gradients(self, verb: str) -> None:
+        self._loop.check_engine(verb)
         self._loop.leave_out()
         if self._loop.window_open:
             raise UsageError(
