@@ -38,7 +38,8 @@ def test_a_rank_that_waits_for_something_else_is_to_blame():
     assert autopsy.blamed == (2,)
     assert autopsy.verdict == (
         "rank 2 (host host2) never entered segment 3 of 4 (conv1.weight) of update 12: it waits "
-        "for data in train.py:30 in data, for 21 s"
+        "for data in train.py:30 in data, for 21 s; if its data is not late, it has left out a "
+        "batch that others trained on: leave a batch out on all ranks or on none"
     )
 
 
@@ -67,6 +68,19 @@ def test_a_rank_that_has_left_is_to_blame():
         "rank 3 (host host3) has ended with ValueError: bad sample 17 after 9 updates; ranks 0, 1 "
         "and 2 wait in segment 3"
     )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"exchange": "", "ended": "left its loop"},
+        {"exchange": "an exchange", "names": (), "verb": "checkpoint"},
+    ],
+    ids=["it has left", "it saves"],
+)
+def test_a_rank_that_made_fewer_passes_is_told_how_to_make_as_many(other):
+    autopsy = found(case(0), case(1, **other), size=2)
+    assert "must call backward() as often: leave a batch out on all ranks" in autopsy.verdict
 
 
 @pytest.mark.parametrize(

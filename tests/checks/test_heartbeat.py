@@ -174,6 +174,17 @@ def test_a_rank_that_fails_is_named_where_ranks_share_memory(three, tmp_path):
         assert FAULTS["fail"][1] in str(errors[rank])
 
 
+def test_a_rank_that_ends_is_named_under_local(three, tmp_path):
+    """The others told of gloo alone that a connection was closed."""
+    with pytest.raises(RankFailure) as caught:
+        three.run(with_a_fault, "end", tmp_path, {"local": {"steps": 1}}, timeout=90)
+    for rank in {0, 1, 2} - {BAD}:
+        error = caught.value.errors[rank]
+        assert isinstance(error, HangError), caught.value.errors
+        assert "the meeting of fragment 1" in str(error)
+        assert f"failed: rank {BAD} (host" in str(error)
+
+
 @contextmanager
 def silent_store() -> Iterator[None]:
     """The file in which the ranks meet is locked: no call of their store returns."""

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,24 @@ def test_the_version(monkeypatch, capsys) -> None:
         main.main()
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"slipstream {slipstream.__version__}\n"
+
+
+def test_ctrl_c_while_it_is_imported_ends_it_quietly(monkeypatch, capsys) -> None:
+    """It printed a traceback; torch takes seconds."""
+
+    class Interrupted:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == main.__name__:
+                raise KeyboardInterrupt
+
+    program = "slipstream.__main__"
+    monkeypatch.delitem(sys.modules, program, raising=False)
+    monkeypatch.delitem(sys.modules, main.__name__)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        import_module(program)
+    assert ended.value.code == 130
+    assert capsys.readouterr() == ("", "")
 
 
 def test_the_help_flows_on_a_terminal_narrower_than_the_source(monkeypatch, capsys) -> None:

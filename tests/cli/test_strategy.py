@@ -10,7 +10,9 @@ import pytest
 from slipstream.cli.main import main
 from slipstream.errors import StrategyError
 from slipstream.strategy import Strategy, presets
+from slipstream.trace import chrome
 from tests.cli.running import run
+from tests.harness.traces import by_hand
 
 _run = partial(run, "strategy")
 
@@ -40,6 +42,14 @@ def test_check(tmp_path):
         _run("check", "exact")
     file.write_text('{"local": {"steps": 16}, "gradients": {"codec": "int8"}}')
     with pytest.raises(StrategyError, match=r"local with gradients\.codec: .* local: \{codec"):
+        _run("check", str(file))
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_a_trace_is_no_strategy(tmp_path, name):
+    file = tmp_path / name
+    chrome.write(by_hand(), file)
+    with pytest.raises(StrategyError, match=r"this is a trace [^\n]*; slipstream trace summary"):
         _run("check", str(file))
 
 

@@ -119,6 +119,26 @@ def test_the_setting_that_keeps_most_and_hides_the_exchange_is_chosen() -> None:
     assert first.exactness == "lossy"
 
 
+@pytest.mark.parametrize(
+    ("rate", "slowdown", "steps", "reason"),
+    [
+        (15e6, 0.3, 16, "94% of the .*; 32 steps would reach 97%, at meetings 2 times as rare;"),
+        (3e6, 0.6, 128, "93% of the speed without any exchange; by_bytes"),
+    ],
+    ids=["a little slower", "much slower"],
+)
+def test_meetings_beyond_harmless_steps_become_no_rarer_for_a_little_speed(
+    rate: float, slowdown: float, steps: int, reason: str
+) -> None:
+    network = ethernet_profile(4).scaled(4, 1, rate)
+    codecs = {"int8": CodecCost(ratio=0.26)}
+    found = chosen(network.model_copy(update={"codecs": codecs, "compute_slowdown": slowdown}))
+    assert found.strategy is not None
+    assert found.strategy.local is not None
+    assert found.strategy.local.steps == steps
+    assert re.search(reason, found.reason)
+
+
 def test_a_run_that_meets_rarely_is_no_base_for_predictions() -> None:
     trace = by_hand()
     meta = {**trace.meta, "strategy": {"local": {"steps": 4}}}

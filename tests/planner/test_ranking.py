@@ -296,6 +296,17 @@ def test_codecs_are_candidates_and_priced_for_the_whole_training() -> None:
     assert Strategy.load(single) in strategies
     assert kinds["dgc"] not in every(replace(work, sgd=False), network, Strategy())
     assert not set(kinds.values()) & set(exact(work, network, Strategy()))
+    shardable = replace(work, shardable=True)
+    whole = [
+        *every(shardable, network, Strategy.load({"gradients": {"transport": "sharded"}})),
+        *every(shardable, network, kinds["dgc"]),
+    ]
+    codecs_of_shards = {
+        getattr(one.gradients.codec, "kind", None)
+        for one in whole
+        if one.gradients.transport.kind == "sharded"
+    }
+    assert codecs_of_shards == {None, "onebit", "int8"}
 
     def seconds(updates: int | None) -> dict[str, float]:
         ranked = rank([Strategy(), *kinds.values()], work, network, updates=updates)

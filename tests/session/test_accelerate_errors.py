@@ -293,6 +293,14 @@ def left_alone() -> nn.Module:
     return model
 
 
+def own_statistics(ignored: str) -> nn.Module:
+    """A model of which DDP would leave a buffer alone."""
+    model = nn.Sequential(small(), nn.BatchNorm1d(1))
+    model.register_buffer("mask", torch.ones(2, dtype=torch.bool))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [ignored])
+    return model
+
+
 OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "DDP": (lambda: DistributedDataParallel(small()), r"module \(the model\) is .*ddp\.module"),
     "DDP inside": (
@@ -306,6 +314,10 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "FSDP": (
         lambda: FullyShardedDataParallel(small(), device_id=torch.device("cpu")),
         r"module \(the model\) is wrapped in FullyShardedDataParallel",
+    ),
+    "DDP, but for a buffer": (
+        lambda: own_statistics("1.running_mean"),
+        r"leave buffer 1\.running_mean alone.*plain attribute",
     ),
     "DDP, but for the head": (left_alone, r"told to leave 1\.weight alone.*optimizer of its own"),
 }
@@ -321,6 +333,11 @@ def parallelised(name: str) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_model_that_another_has_parallelised_is_refused(two: Ranks, name: str) -> None:
     two.run(parallelised, name)
+
+
+def test_a_mask_that_ddp_leaves_alone_is_no_matter() -> None:
+    """As in scripts for GPT-2, to send less."""
+    accelerate_and_close(own_statistics("mask"))
 
 
 # What one rank alone does wrong, or differently.

@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import slipstream
 from slipstream.errors import SlipstreamError, UsageError
+from slipstream.session import checkpoint
 from tests.harness.ranks import Ranks
 from tests.session.training import BATCH, Session, loss_of, opened, small, update
 
@@ -103,6 +106,11 @@ MISUSES: dict[str, tuple[Callable[[], Session], Callable[[Session], object], lis
         opened,
         lambda s: s.load_state_dict({"version": 2}),
         ["lacks", "ready_order", "steps", "state_dict()"],
+    ),
+    "a state with more": (
+        opened,
+        lambda s: s.load_state_dict({**s.state_dict(), "epoch": 3}),
+        ["has ['epoch']", "allowed: codecs, data, ", "state_dict()", "beside it"],
     ),
     "another model's state": (opened, load_other_model, ["another model's", "a.weight"]),
 }
@@ -280,3 +288,51 @@ def through_a_file(state: Any) -> Any:
 def test_a_resumed_run_goes_on_bit_for_bit(two: Ranks, num_steps: int) -> None:
     assert resumed(num_steps)
     assert two.run(resumed, num_steps, timeout=40) == [True, True]
+
+
+def test_a_state_of_the_first_sessions_of_this_version_loads() -> None:
+    with opened() as session:
+        state = session.state_dict()
+        assert state.keys() == checkpoint.KEYS | checkpoint.LATER
+        session.load_state_dict({key: state[key] for key in checkpoint.KEYS})
+
+
+def verbs_after_a_backward_that_failed(folder: str) -> list[str]:
+    said = []
+    saves = slipstream.Checkpoints(folder)
+    with opened() as session:
+        update(session)
+        saves.save(session, wait=True)
+        saved = copy.deepcopy(session.checkpoint())
+
+        def fail(_: torch.Tensor) -> None:
+            raise ZeroDivisionError
+
+        hook = next(session.model.parameters()).register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            session.backward(loss_of(session))
+        hook.remove()
+        for verb in (
+            session.step,
+            session.checkpoint,
+            session.state_dict,
+            lambda: session.checkpoint(sharded=True),
+            lambda: session.restore(saved),
+            lambda: session.load_state_dict(saved["session"]),
+            lambda: saves.save(session),
+            lambda: saves.restore(session),
+        ):
+            session.optimizer.zero_grad()
+            with pytest.raises(SlipstreamError) as caught:
+                verb()
+            said.append(str(caught.value))
+        assert "0.weight" in session.checkpoint("model")["model"]
+    return said
+
+
+def test_after_a_backward_that_failed_verbs_say_to_start_again(two: Ranks, tmp_path: Path) -> None:
+    """They said to call backward() first, or flush() after it."""
+    for said in two.run(verbs_after_a_backward_that_failed, str(tmp_path), timeout=60):
+        for text in said:
+            assert "after a backward() that has failed" in text
+            assert "start again from the newest checkpoint" in text

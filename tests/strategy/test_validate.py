@@ -182,6 +182,10 @@ def test_settings_that_do_not_go_together_are_refused_when_the_strategy_is_built
         Strategy.load({"local": {}, "gradients": {"codec": "half"}})
     with pytest.raises(StrategyError, match=r"checks\.replay with compute\.compile"):
         Strategy.load({"checks": {"every": 9, "replay": True}, "compute": {"compile": True}})
+    by_name = {"kind": "by_name", "rules": [{"match": "*", "codec": "dgc"}]}
+    for codec in ("dgc", by_name):
+        with pytest.raises(StrategyError, match=r"transport sharded with the codec dgc.*; use"):
+            Strategy.load({"gradients": {"transport": "sharded", "codec": codec}})
     alone = Strategy.load({"local": {}})
     with pytest.raises(StrategyError, match=r"local with gradients\.codec"):
         alone.with_gradients(codec=HalfConfig())

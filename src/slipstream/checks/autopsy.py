@@ -29,6 +29,14 @@ VERSION = 1
 LATER = 60.0
 """Seconds behind an autopsy after which what a rank notes is of another run."""
 NAMES_SHOWN = 3
+LEFT = "left its loop"
+"""What a rank has done that closes its session where others train on."""
+_OR_NONE = "leave a batch out on all ranks or on none"
+_AS_OFTEN = (
+    f"; all ranks must call backward() as often: {_OR_NONE}, and pass the loader to accelerate(), "
+    "which evens out their lengths"
+)
+_LEFT_OUT = f"; if its data is not late, it has left out a batch that others trained on: {_OR_NONE}"
 
 
 class RankState(FrozenModel):
@@ -200,13 +208,15 @@ def _verdict(
         words = f"{_at(first)} has {first.ended}{_after(first)}"
         if len(left) > 1:
             words += f", as {ranks_named(left[1:])} did"
-        return left, f"{words}{_others_wait(waiting, states)}"
+        fewer = _AS_OFTEN if first.ended == LEFT and first.step is not None else ""
+        return left, f"{words}{_others_wait(waiting, states)}{fewer}"
     if apart := sorted(rank for rank, state in states.items() if not state.waits):
         # whoever has not yet come where the others are
         first = max((states[rank] for rank in apart), key=lambda state: state.still)
         blamed = [rank for rank in apart if _place(states[rank]) == _place(first)]
         words = f"{_at(first)} never entered {_awaited(waiting, states)}: it {_doing(first)}"
-        return blamed, words
+        fewer = _LEFT_OUT if first.loading and any(states[r].names for r in waiting) else ""
+        return blamed, f"{words}{fewer}"
     groups: dict[str, list[int]] = defaultdict(list)
     for what, ranks in earliest_apart({r: case.collectives for r, case in cases.items()}).items():
         groups[what] = ranks
@@ -217,7 +227,9 @@ def _verdict(
         (_, few), *_, (_, many) = by_size = sorted(groups.items(), key=lambda group: len(group[1]))
         some_are_few = len(few) < len(many)
         places = [few, many] if some_are_few else [ranks for _, ranks in by_size]
-        words = f"{_told_apart(places, states)}: they will never meet"
+        verbs = {states[ranks[0]].verb for ranks in places}
+        fewer = _AS_OFTEN if "backward" in verbs and len(verbs) > 1 and all(verbs) else ""
+        words = f"{_told_apart(places, states)}: they will never meet{fewer}"
         return (few if some_are_few else sorted(states)), words
     unsent = {address for case in cases.values() for address in case.unsent}
     where = f"; what is sent to {', '.join(sorted(unsent))} is not confirmed" if unsent else ""

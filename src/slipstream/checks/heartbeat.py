@@ -27,7 +27,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from slipstream.checks.alarm import Alarm, AlarmKind, Alarms, AlarmVerdict
-from slipstream.checks.autopsy import Autopsy, RankCase, RankState
+from slipstream.checks.autopsy import LEFT, Autopsy, RankCase, RankState
 from slipstream.checks.limits import EXIT_CODE, STALE, STILL, interval_of
 from slipstream.checks.other_ranks import OtherRanks
 from slipstream.checks.own_view import OwnView, UpdateCount, last_exchanges
@@ -162,7 +162,7 @@ class Heartbeat:
         if isinstance(error, RuntimeError) and not self._told.is_set() and _lost_a_peer(error):
             self._explain_of_the_script(error)
         words = "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
-        self._left = f"{RAISED} {words[:WORDS]}" if words else "left its loop"
+        self._left = f"{RAISED} {words[:WORDS]}" if words else LEFT
         self._closing.set()
         for thread in self._threads:
             thread.join(ANSWER_SECONDS)

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from slipstream.errors import ClusterError, ExchangeError
+from slipstream.errors import ClusterError, ExchangeError, SlipstreamError
 from slipstream.local.carrier import Carrier, Exchange
 from slipstream.local.island import Island
 from slipstream.trace.event import MEETING_WAIT
@@ -100,9 +100,18 @@ class IslandExchanges:
         except (ExchangeError, ClusterError) as error:
             # among islands that come and go the error itself says what is wrong
             fixed = self.carrier is None or self.carrier.fixed
-            gone = "; another rank is gone, or has left the loop" if fixed else ""
-            self.failure = f"{self._at}: {error}{gone}"
-            raise ExchangeError(self.failure) from error
+            what, cause = str(error), error.__cause__
+            lost = fixed and isinstance(cause, RuntimeError) and what.endswith(f": {cause}")
+            if lost and not isinstance(cause, SlipstreamError):
+                what = (
+                    f"{what.removesuffix(f': {cause}')} failed. Most often another rank has ended, "
+                    f"failed or left its loop: look at the first error of all ranks: {cause}"
+                )
+            else:
+                cause, gone = error, "; another rank is gone, or has left the loop"
+                what += gone * fixed
+            self.failure = f"{self._at}: {what}"
+            raise ExchangeError(self.failure) from cause  # of torch, which heartbeats explain
         except BaseException:  # Ctrl-C, where this island joined again and landed meanwhile
             self._in_flight = True
             raise

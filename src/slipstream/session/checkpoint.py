@@ -29,6 +29,8 @@ from slipstream.sharding.state import join_shards
 
 VERSION = 2
 KEYS = {"version", "steps", "split", "ready_order", "codecs"}
+LATER = {"transport", "overlap", "speed", "loss_scale", "data", "local"}
+"""Keys of a state that those of the first sessions of this version lack."""
 REPLICATED = {"q"}
 """Entries of a codec's state that are the same on all ranks that have them."""
 
@@ -122,14 +124,20 @@ def refusal(state: object, sizes: Mapping[str, int], ranks: int | None = None) -
         return UsageError(f"this state has version {version!r:.40}; allowed: {VERSION}")
     if missing := KEYS - state.keys():
         return UsageError(f"this state lacks {sorted(missing)}; {how}")
+    if unknown := sorted(map(str, state.keys() - KEYS - LATER)):
+        return UsageError(
+            f"this state has {unknown}, which this version of slipstream does not know; allowed: "
+            f"{', '.join(sorted(KEYS | LATER))}; {how}, keep what is the script's beside it, and "
+            "load what a newer slipstream has saved with that one"
+        )
     mistake = next(session_mistakes(state, sizes if ranks is None else None), None)
     if mistake is not None:
         return UsageError(f"this state is damaged: {mistake}; {how}")
     saved, codecs = state["ready_order"], state["codecs"]
-    if saved is not None and (unknown := sorted(set(saved["names"]) - set(sizes))):
+    if saved is not None and (others := sorted(set(saved["names"]) - set(sizes))):
         return UsageError(
-            f"this state is another model's: these parameters are not in this one: {unknown[:5]}"
-            + _COMPILED * any("_orig_mod." in name for name in (*unknown, *sizes))
+            f"this state is another model's: these parameters are not in this one: {others[:5]}"
+            + _COMPILED * any("_orig_mod." in name for name in (*others, *sizes))
         )
     if ranks is not None and len(codecs) not in (0, ranks):
         return UsageError(

@@ -96,15 +96,17 @@ class Checkpointing:
         Raises:
             UsageError: its gradients would be lost.
         """
+        self._loop.check_engine(verb)
         if self._gradients_wait():
             raise messages.window_lost(verb)
 
     def check_restore(self, verb: str) -> None:
-        """Refuse to restore what other jobs would not have.
+        """Refuse to restore where an exchange was broken off, and what other jobs would not have.
 
         Raises:
-            UsageError: they train on.
+            UsageError: the ranks are out of step, or those jobs train on.
         """
+        self._loop.check_engine(verb)
         if self._loop.local is not None:
             self._loop.local.check_restore(verb)
 

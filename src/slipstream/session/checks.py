@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from slipstream.comm.signature import COMPLEX, FLOATS
 from slipstream.errors import ModelError, StrategyError, UsageError
+from slipstream.local.shared_buffers import learned_buffers
 from slipstream.strategy import Strategy
 from slipstream.strategy.validate import shown
 
@@ -68,6 +69,13 @@ def check_model(model: nn.Module) -> None:
             "average, and broadcast from the first rank; pass a module without what each rank has "
             "for itself, as nn.ModuleList([body, head]), and step that by an optimizer of its own; "
             "or del model._ddp_params_and_buffers_to_ignore"
+        )
+    # masks and caches are alike in any case
+    if ignored := [name for name in learned_buffers(model) if name in left]:
+        raise ModelError(
+            f"DistributedDataParallel was told to leave buffer {ignored[0]} alone, which a session "
+            "would make that of the first rank on all; keep what each rank has for itself in a "
+            "plain attribute of the module, or del model._ddp_params_and_buffers_to_ignore"
         )
     device = device_of(model)
     for name, p in model.named_parameters():

@@ -287,6 +287,7 @@ class TrainingLoop:
             UsageError: there was no backward pass since the last call.
         """
         self.updates.check_whole()
+        self.check_engine("step")
         if not self.window.backward_done:
             raise messages.step_without_backward()
         if not self.window.update_follows:
@@ -360,6 +361,15 @@ class TrainingLoop:
         if not updates.count + updates.skipped and awaiting >= 2 * window.accumulate:
             return messages.never_updated(backwards)
         return messages.dropped(window.passes, window.accumulate)
+
+    def check_engine(self, verb: str) -> None:
+        """Refuse what follows a backward pass that has failed.
+
+        Raises:
+            UsageError: says how to go on.
+        """
+        if self.engine.failed:
+            raise messages.failed_before(verb)
 
 
 def _may_communicate(loss: torch.Tensor) -> bool:

@@ -200,6 +200,15 @@ def broken_off(update: int) -> UsageError:
     )
 
 
+def failed_before(verb: str) -> UsageError:
+    """A verb after a backward that failed, whose gradients are nobody's."""
+    return UsageError(
+        f"{verb}() after a backward() that has failed: the ranks are out of step, and this session "
+        "trains, saves and restores no more; end this run and start again from the newest "
+        'checkpoint (session.checkpoint("model") still has the parameters of the last update)'
+    )
+
+
 def window_lost(verb: str) -> UsageError:
     """A checkpoint holds no gradients of an open window."""
     return UsageError(
@@ -224,7 +233,7 @@ def shares_out_of_step() -> UsageError:
         "checkpoint() after a backward() that has failed: under gradients.transport sharded its "
         "parts lie on all ranks, which are out of step now, and are gathered no more; resume from "
         "an earlier checkpoint, or let each rank save its own part: "
-        "session.checkpoint(sharded=True)"
+        'session.checkpoint("model", "optimizer", sharded=True)'
     )
 
 

@@ -12,12 +12,7 @@ from slipstream.errors import ModelError, SlipstreamError, StrategyError
 from slipstream.gradients.segments import NamedParameter, parameters_of
 from slipstream.optim.elementwise import ELEMENTWISE, acts_elsewhere, is_elementwise
 from slipstream.optim.layerwise import Layerwise
-from slipstream.strategy import (
-    HalfWeightsConfig,
-    ShardedConfig,
-    Strategy,
-    codec_of,
-)
+from slipstream.strategy import HalfWeightsConfig, ShardedConfig, Strategy
 
 _FIX = "use gradients: {transport: direct}"
 
@@ -57,11 +52,6 @@ def check_sharded(
             f", else {_FIX}"
         )
     for t in trainables:
-        if (codec := codec_of(strategy.gradients.codec, t.name)) and codec.takes_momentum:
-            raise StrategyError(
-                "gradients.transport sharded with the codec dgc, which applies momentum to whole "
-                f"gradients; {_FIX}, or another codec"
-            )
         problem = ""
         if not is_dense(t.parameter):
             problem = "has holes in its memory or is expanded; make it contiguous"

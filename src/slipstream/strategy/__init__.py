@@ -25,6 +25,7 @@ from slipstream.strategy.codec_choice import (
     keeps_state as keeps_state,
     late_by as late_by,
     phase_of as phase_of,
+    takes_momentum as takes_momentum,
 )
 from slipstream.strategy.compute import ComputeConfig as ComputeConfig
 from slipstream.strategy.data import (

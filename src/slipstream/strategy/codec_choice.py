@@ -161,6 +161,19 @@ def codec_of(codec: CodecVariant | None, name: str) -> PlainCodecConfig | None:
     return None if codec is None else cast(PlainCodecConfig | None, codec.of(name))
 
 
+def takes_momentum(codec: CodecVariant | None) -> bool:
+    """Whether a codec, if there is one, or one of its rules applies the momentum of the optimizer.
+
+    Example:
+        >>> from slipstream.strategy import DgcConfig
+        >>> by_name = ByNameConfig(rules=(CodecRuleConfig(match="*", codec=DgcConfig()),))
+        >>> takes_momentum(by_name), takes_momentum(HalfConfig()), takes_momentum(None)
+        (True, False, False)
+    """
+    rules = codec.rules if isinstance(codec, ByNameConfig) else ()
+    return any(one is not None and one.takes_momentum for one in (codec, *(r.codec for r in rules)))
+
+
 def keeps_state(codec: CodecVariant | None) -> bool:
     """Whether a codec, if there is one, keeps state between updates.
 

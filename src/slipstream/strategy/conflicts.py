@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slipstream.strategy.checks import ChecksConfig
+from slipstream.strategy.codec_choice import takes_momentum
 from slipstream.strategy.compute import ComputeConfig
 from slipstream.strategy.data import DataConfig
 from slipstream.strategy.gradients import GradientsConfig
@@ -11,6 +12,7 @@ from slipstream.strategy.memory import MemoryConfig
 from slipstream.strategy.parallel import ParallelConfig
 from slipstream.strategy.precision import HalfWeightsConfig, PrecisionConfig
 from slipstream.strategy.split import OptimalConfig
+from slipstream.strategy.transport import ShardedConfig
 
 ALLOWED = ("flat", "direct", "shared_memory", "hierarchical")
 """Transports of what ranks change that train on their own."""
@@ -64,6 +66,16 @@ def beside_local(
             "out one"
         )
     return None
+
+
+def beside_sharded(gradients: GradientsConfig) -> str | None:
+    """Find a codec that needs whole gradients, beside ``gradients.transport sharded``."""
+    if not (isinstance(gradients.transport, ShardedConfig) and takes_momentum(gradients.codec)):
+        return None
+    return (
+        "gradients.transport sharded with the codec dgc, which applies momentum to whole "
+        "gradients; use gradients: {transport: direct}, or another codec"
+    )
 
 
 def beside_replay(checks: ChecksConfig, compute: ComputeConfig, memory: MemoryConfig) -> str | None:

@@ -16,7 +16,7 @@ from pydantic import Field, NonNegativeInt, model_validator
 from slipstream.errors import StrategyError
 from slipstream.strategy.checks import ChecksConfig
 from slipstream.strategy.compute import ComputeConfig
-from slipstream.strategy.conflicts import beside_local, beside_replay
+from slipstream.strategy.conflicts import beside_local, beside_replay, beside_sharded
 from slipstream.strategy.data import DataConfig
 from slipstream.strategy.gradients import GradientsConfig
 from slipstream.strategy.local import MeetingsConfig
@@ -111,7 +111,9 @@ class Strategy(Setting):
         others = self.checks, self.parallel, self.precision, self.data
         if self.local is not None and (found := beside_local(self.local, self.gradients, *others)):
             raise ValueError(f"local with {found}")
-        if found := beside_replay(self.checks, self.compute, self.memory):
+        if found := (
+            beside_sharded(self.gradients) or beside_replay(self.checks, self.compute, self.memory)
+        ):
             raise ValueError(found)
         return self
 

@@ -7,6 +7,7 @@ that is not UTF-8.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from slipstream.errors import StrategyError
@@ -47,6 +48,15 @@ def _parsed(parse: Callable[[str], object], text: str) -> object:
     return found
 
 
+def _is_trace(path: Path) -> bool:
+    """Whether it looks like one, which is longer than any strategy is read."""
+    if path.name.lower().endswith(".json.gz"):
+        return path.is_file()
+    with suppress(OSError, ValueError), path.open("rb") as file:
+        return file.read(64).lstrip().startswith(b'{"traceEvents"')
+    return False
+
+
 SUFFIXES = {".yaml": parse_yaml, ".yml": parse_yaml, ".json": parse_json}
 
 
@@ -54,8 +64,13 @@ def read(path: Path) -> object:
     """Read a file as YAML or JSON, by its suffix.
 
     Raises:
-        StrategyError: an unknown suffix, an unreadable file or text that does not parse.
+        StrategyError: an unknown suffix, an unreadable file, text that does not parse, or a trace.
     """
+    if _is_trace(path):
+        raise StrategyError(
+            f"{path}: this is a trace that a run has recorded, not a strategy; slipstream trace "
+            f"summary {path} shows it"
+        )
     parse = SUFFIXES.get(path.suffix.lower())
     if parse is None:
         raise StrategyError(f"{path}: a strategy file ends in {', '.join(SUFFIXES)}; rename it")

@@ -30,6 +30,7 @@ from slipstream.strategy import (
     ShardedConfig,
     SingleConfig,
     Strategy,
+    takes_momentum,
 )
 
 STEPS = (16, 64, 128)
@@ -194,7 +195,8 @@ def techniques(
         own = transport.kind == transport_kind(base.gradients.transport)
         name = f"{transport.kind}, other split" if own else transport.kind
         found[name] = _splits(base.with_gradients(transport=transport))
-    if work.shardable and is_priced(ShardedConfig(), network):
+    momentum = takes_momentum(base.gradients.codec)
+    if work.shardable and not momentum and is_priced(ShardedConfig(), network):
         found["sharded"] = _splits(base.with_gradients(transport=ShardedConfig()))
     if not lossy:
         return found

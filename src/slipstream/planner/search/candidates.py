@@ -39,6 +39,7 @@ from slipstream.strategy import (
     SplitConfig,
     Strategy,
     keeps_state,
+    takes_momentum,
 )
 from slipstream.trace.event import OWING_CODEC
 
@@ -82,7 +83,8 @@ def _exact(
             split = optimal_split(workload, network, seeds)
             strategies += [seeds[0], seeds[0].with_gradients(split=split, overlap=True)]
     allowed = workload.shardable or isinstance(base.gradients.transport, ShardedConfig)
-    if allowed and is_priced(ShardedConfig(), network):
+    momentum = takes_momentum(base.gradients.codec)
+    if allowed and not momentum and is_priced(ShardedConfig(), network):
         strategies += sharded(workload, network, base, [base, best])
     return _distinct(strategies, workload.gradients)
 
@@ -124,7 +126,8 @@ def every(workload: Workload, network: NetworkProfile, base: Strategy) -> list[S
 def coded(base: Strategy, workload: Workload, network: NetworkProfile) -> list[Strategy]:
     """``base`` with each codec whose cost is known, and that the optimizer and the framework of the
     workload allow."""
-    kinds = [kind for kind in network.codecs if kind != "dgc" or workload.sgd]
+    sharded = isinstance(base.gradients.transport, ShardedConfig)
+    kinds = [kind for kind in network.codecs if kind != "dgc" or (workload.sgd and not sharded)]
     found = [base.with_gradients(codec=kind) for kind in kinds]
     if OWING_CODEC not in workload.not_proposed:
         return found
