@@ -365,6 +365,37 @@ def test_a_large_tensor_that_is_changed_in_place_must_be_a_buffer(config: str) -
         trained(CountsMuch, CONFIGS[config])
 
 
+class MovesAnAverage(Odd):
+    """Keeps a codebook in parameters, as the EmbeddingEMA of taming-transformers."""
+
+    def prepare(self) -> None:
+        self.codebook = nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def odd(self, y: Tensor) -> Tensor:
+        self.codebook.data.mul_(0.9).add_(0.1 * y.detach().mean(0))
+        return y + self.codebook
+
+
+class Normalises(Odd):
+    """Writes the same again, as the layers of EDM2, which normalise their weights."""
+
+    def prepare(self) -> None:
+        self.scale = nn.Parameter(torch.arange(1.0, 5.0))
+
+    def odd(self, y: Tensor) -> Tensor:
+        self.scale.data.div_(self.scale.data.norm())
+        return y * self.scale
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_parameter_that_forward_moves_on_must_be_a_buffer(config: str) -> None:
+    with pytest.raises(UsageError, match=r"parameter codebook, of shape \[4\].*in a buffer"):
+        trained(MovesAnAverage, CONFIGS[config])
+    plain, found = trained(Normalises, None), trained(Normalises, CONFIGS[config])
+    for name, value in plain.items():
+        torch.testing.assert_close(found[name], value)
+
+
 class Penalty(Odd):
     """Keeps a term of the loss, which no backward goes through."""
 

@@ -6,7 +6,7 @@ A layout is immutable: a graph is recomputed by the layout with which its forwar
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -22,7 +22,7 @@ from slipstream.memory.recompute import selective
 from slipstream.memory.recompute.block_dataflow import Call, Link
 from slipstream.memory.recompute.budget import Region, RegionParts
 from slipstream.memory.recompute.buffers import BufferReplay
-from slipstream.memory.recompute.module_state import StateReplay, modules_in
+from slipstream.memory.recompute.module_state import StateReplay, WrittenParameters, modules_in
 from slipstream.memory.recompute.rng_state import RngReplay, generators_of
 from slipstream.strategy.memory import KeptOperation
 
@@ -60,6 +60,7 @@ class RegionLayout:
         self.regions: dict[str, Region] = {}
         self.first_of: dict[str, str] = {}
         self._buffer_replays: dict[Region, BufferReplay] = {}
+        self._looked_at: set[Region] = set()
         for region in self.parts:
             if isinstance(region, Region):
                 first, *others = self.names(region)
@@ -140,6 +141,9 @@ class RegionLayout:
         state, rng = StateReplay(modules, objects), RngReplay(generators_of(modules_in(modules)))
         contexts = [(state.record(), state), self._buffer_replays[region].contexts()]
         contexts.append((rng.record(), rng))
+        if region not in self._looked_at:  # once: what a forward does, it does each time
+            self._looked_at.add(region)
+            contexts.append((nullcontext(), WrittenParameters(modules)))
         if self.keep:
             contexts.append(selective.contexts(self.keep))
         first, recomputation = zip(*contexts, strict=True)

@@ -20,6 +20,8 @@ from slipstream.pytree import LEAVES
 _SCALARS = frozenset((bool, int, float, str, type(None)))
 SMALL = 2**20
 """Bytes of a tensor in an attribute up to which a copy of it is kept: forward may change it."""
+_FEW = 64
+"""Values of a parameter that are compared, at most."""
 _DEPTH = 3
 """Containers in containers that are looked into for what a block writes into an object."""
 
@@ -151,6 +153,51 @@ class StateReplay:
                     "backward, so the forward cannot be repeated; call backward before the "
                     "optimizer's step, or compute the loss again"
                 )
+
+
+class WrittenParameters:
+    """A context for a recomputation, of which a run must leave parameters as they are.
+
+    A forward that normalises weights, or masks them, writes the same again; one that moves an
+    average has moved it twice, and computed something else in between. A few values of each
+    parameter are compared, as autograd is not told of what is written through ``.data``.
+
+    Raises:
+        UsageError: on exit, names a parameter that has changed by more than rounding.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._before: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+
+    def __enter__(self) -> None:
+        self._before = [
+            (module, name, p, _few_values(p))
+            for module in modules_in(self._modules)
+            for name, p in module._parameters.items()
+            if p is not None and type(p.data) is Tensor and p.layout is torch.strided
+        ]
+
+    def __exit__(self, *_: object) -> None:
+        before, self._before = self._before, []
+        for module, name, parameter, values in before:
+            now = _few_values(parameter)
+            exact = not (parameter.is_floating_point() or parameter.is_complex())
+            rounding = 0 if exact else max(2 * torch.finfo(parameter.dtype).eps, 1e-5)
+            size = values.abs().max() if len(values) else 0  # centred weights are near 0, some
+            if bool(((now - values).abs() > rounding * size).any()):
+                raise UsageError(
+                    f"memory.recompute: the forward of a {type(module).__name__} changes its "
+                    f"parameter {name}, of shape {list(parameter.shape)}, and has changed it once "
+                    "more in backward; what forward moves on belongs in a buffer: "
+                    f"self.register_buffer({name!r}, ...)"
+                )
+
+
+def _few_values(parameter: Tensor) -> Tensor:
+    flat = torch.Tensor.detach(parameter).reshape(-1)
+    few = flat[:: max(1, len(flat) // _FEW)][:_FEW]
+    return few.to(torch.complex128 if few.is_complex() else torch.float64, copy=True)
 
 
 @contextmanager
