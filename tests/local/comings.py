@@ -49,7 +49,7 @@ class Jobs:
 
     def updates(self, job: Script) -> int:
         path = self.folder / f"{job.pid}.updates"
-        return int(path.read_text() or 0) if path.exists() else 0
+        return int(path.read_text()) if path.exists() else 0
 
     def wait_for(self, update: int, job: Script, seconds: float = 120) -> None:
         until = time.monotonic() + seconds
