@@ -154,8 +154,9 @@ def test_who_waits_for_a_connection_in_vain_can_ask_the_store(islands: list[Rend
         try:
             one.same("strategy", "steps 4")
         finally:
-            assert other.group(view)
+            theirs = other.group(view)  # it stays until both have all connections
         assert group.result()
+        assert theirs
 
 
 def test_who_leaves_is_not_waited_for(islands: list[Rendezvous]) -> None:
