@@ -58,7 +58,7 @@ def verdicts_of(
     frameworks: str, names: str, folder: Path, strategy: dict[str, Any] | None = None
 ) -> Iterator[tuple[str, str, Verdict]]:
     """Run habits whose framework and name have one of these parts."""
-    with Ranks(2, timeout=60) as two:
+    with Ranks(2) as two:
         for framework, own in habits().items():
             for number, name in enumerate(own):
                 if _has(framework, frameworks) and _has(name, names):

@@ -107,7 +107,7 @@ def measured(codec: str) -> str:
 
 @pytest.mark.parametrize("codec", ["half", "onebit"])
 def test_network_and_codec_are_measured_on_the_live_ranks(two, codec) -> None:
-    reports = two.run(measured, codec, timeout=60)
+    reports = two.run(measured, codec)
     assert all("of 1 segments" in report for report in reports)
 
 
@@ -132,7 +132,7 @@ def what_is_measured() -> tuple[CodecDecision, set[str], int, int]:
 
 
 def test_nothing_but_the_all_reduce_and_the_codec_is_measured(two) -> None:
-    (decision, kinds, few, whole), (other, *_) = two.run(what_is_measured, timeout=60)
+    (decision, kinds, few, whole), (other, *_) = two.run(what_is_measured)
     assert decision == other
     assert kinds == {"all_reduce", "barrier"}  # the barrier before the codec
     assert few < whole

@@ -26,16 +26,20 @@ writing of a checkpoint, which happens after each."""
 def life(name: str, folder: str, killed: int | None, after: int, delay: float) -> Tensor:
     """Train to the end; rank ``killed`` dies some updates on."""
     count = 0
+    end = Timer(delay, os.kill, (os.getpid(), signal.SIGKILL))
 
     def begins(update: int) -> None:
         nonlocal count
         if int(os.environ["RANK"]) == killed and count == after:
-            timer = Timer(delay, os.kill, (os.getpid(), signal.SIGKILL))
-            timer.daemon = True
-            timer.start()
+            end.start()
         count += 1
 
-    return train(name, folder, begins=begins)
+    try:
+        return train(name, folder, begins=begins)
+    finally:
+        end.cancel()  # else it hits the next life, or the time between the two
+        if end.is_alive():
+            end.join()
 
 
 def survive(

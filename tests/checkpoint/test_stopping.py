@@ -174,7 +174,7 @@ def test_workers_outlive_a_signal_to_the_process_group(tmp_path: Path) -> None:
     path, log = tmp_path / "train.py", tmp_path / "log"
     path.write_text(WITH_WORKERS)
     script = Script(path, str(tmp_path / "saved"), log=log)
-    until = time.monotonic() + 60
+    until = time.monotonic() + 120
     while not (log.exists() and "update 3" in log.read_text()):
         assert time.monotonic() < until, log.read_text()
         time.sleep(0.05)

@@ -201,9 +201,10 @@ def test_a_process_that_uses_a_device_is_seen(tmp_path):
     assert uses_device(2, tmp_path)
 
 
-SPINS = "while True: pass"
+SPINS = "print(flush=True)\nwhile True: pass"
 MOVES = """
 from time import sleep
+print(flush=True)
 def one(): sleep(0.1)
 def other(): sleep(0.1)
 while True: one(), other()
@@ -215,9 +216,10 @@ def test_on_a_device_moving_on_is_the_sign_of_life(tmp_path, monkeypatch, code, 
     monkeypatch.setattr(watched_host, "uses_device", lambda *_: True)
     dumps = Dumps(tmp_path)
     environ = dumps.environment({**os.environ, "RANK": "0", **TORCH, "WORLD_SIZE": "1"})
-    with subprocess.Popen([sys.executable, "-c", code], env=environ) as process:
-        while not dumps.knows(process.pid):
-            time.sleep(0.05)
+    argv = [sys.executable, "-c", code]
+    with subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()  # it is where it stays
+        assert dumps.knows(process.pid)
         host = WatchedHost(os.getpid(), "here", dumps, 0.05)
         host.look(began := time.monotonic())
         looks = moved = 0

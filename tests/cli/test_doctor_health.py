@@ -150,9 +150,10 @@ def _own_addresses() -> list[str]:
 
 @pytest.mark.skipif(_reason is not None, reason=str(_reason))
 def test_a_slow_host_and_a_firewall_are_found_and_named(tmp_path: Path) -> None:
-    """node3's link at a tenth of the rate; between node1 and node2 frames go to nobody."""
+    """node3's link at a hundredth of the rate, so that other work on the machine makes no other one
+    as slow; between node1 and node2 frames go to nobody."""
     job = {"seconds": 0.6, "columns": 80, "as_text": False, "verbose": False}
-    with Testbed(4, "100mbit") as bed:
+    with Testbed(4, "1gbit") as bed:
         slow = "tc qdisc replace dev eth0 root tbf rate 10mbit burst 80k latency 20ms"
         silent = f"ip neighbour replace {bed.nodes[2].address} lladdr 02:00:00:00:00:99 dev eth0"
         assert bed.popen(bed.nodes[3], slow.split()).wait() == 0

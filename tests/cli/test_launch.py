@@ -292,7 +292,7 @@ def test_a_node_that_waits_for_the_others_can_be_interrupted(tmp_path: Path) -> 
         endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
         options = ["--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", endpoint]
         node = start([*SLIPSTREAM, "launch", *options, "script.py"], tmp_path, SLEEP)
-        silent.settimeout(30)
+        silent.settimeout(120)
         with silent.accept()[0]:  # it has come, and waits for an answer
             node.send_signal(signal.SIGINT)
             node.communicate(timeout=60)

@@ -113,7 +113,7 @@ def test_interrupting_a_run_leaves_nothing(tmp_path: Path) -> None:
     argv = [*SLIPSTREAM, "testbed", "run", "--nodes", "2", str(script), marker]
     with subprocess.Popen(argv, stderr=subprocess.DEVNULL, cwd=tmp_path) as run:
         # The command; on each host what entered it, the launcher and the rank.
-        assert len(wait_for_marked(marker, 7, seconds=60)) == 7
+        assert len(wait_for_marked(marker, 7)) == 7
         run.send_signal(signal.SIGINT)
         assert run.wait(90) == 130
     assert wait_for_marked(marker, 0) == []

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from slipstream.cluster import _agent, launcher
 from slipstream.cluster._ends import End, Ends
-from slipstream.cluster._logs import LONGEST_START, _Tail, last_traceback
+from slipstream.cluster._logs import LONGEST_START, RankLogs, _Tail, last_traceback
 from slipstream.cluster.launcher import LaunchSpec, RankFailure, blame
 from slipstream.errors import LaunchError
 from tests.harness.ranks import free_port
@@ -153,10 +157,66 @@ def test_notes_of_an_earlier_run_on_more_ranks_go(tmp_path: Path) -> None:
         (tmp_path / name).write_text("")
     ends = Ends()
     env = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "0"}
-    ends.watch({0: env}, {0: tmp_path / "rank0.log"})
+    ends.expect({0: env}, {0: tmp_path / "rank0.log"})
     ends.close(forget=False)
     # that of rank 1 is for its own launcher to remove
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, "rank1.exit"])
+
+
+Process = subprocess.Popen[bytes]
+
+
+@contextmanager
+def two_ranks(folder: Path) -> Iterator[tuple[RankLogs, list[Process]]]:
+    """Processes that stand for ranks, whose ends are noted; each lives until its input ends."""
+    logs = RankLogs(folder, {})
+    common = {"WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "0"}
+    logs.paths = {rank: folder / f"rank{rank}.log" for rank in range(2)}
+    for log in logs.paths.values():
+        log.write_text("")
+    logs.ends.expect({rank: {"RANK": f"{rank}", **common} for rank in range(2)}, logs.paths)
+    ranks = [subprocess.Popen(["sh", "-c", "read a; exit $a"], stdin=-1) for _ in range(2)]
+    try:
+        logs.ends.follow(dict(enumerate(ranks)))
+        yield logs, ranks
+    finally:
+        for rank in ranks:
+            rank.communicate()
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_an_end_is_noted_also_where_the_agent_is_faster(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = os.waitid
+
+    def late(kind: int, pid: int, options: int) -> Any:
+        next(rank for rank in ranks if rank.pid == pid).wait()
+        return look(kind, pid, options)
+
+    with two_ranks(tmp_path) as (logs, ranks):
+        monkeypatch.setattr(os, "waitid", late)
+        for rank, number in zip(ranks, (1, code), strict=True):
+            rank.communicate(b"%d\n" % number)
+        failure = ProcessFailure(0, ranks[0].pid, 1, os.devnull)
+        logs.paths[0].write_text(PEER_LEFT)
+        found = launcher._first_failure({0: failure}, logs, several=False)
+    assert found is not None
+    assert (found.rank, found.returncode) == (1, code)
+    logs.ends.close(forget=True)
+    assert not [*tmp_path.glob("*.exit")]
+
+
+def test_of_two_that_fail_within_a_second_the_first_is_blamed(tmp_path: Path) -> None:
+    with two_ranks(tmp_path) as (logs, ranks):
+        for rank in (1, 0):
+            ranks[rank].communicate(b"3\n")
+            while not (tmp_path / f"rank{rank}.exit").exists():
+                time.sleep(0.01)
+        failures = {rank: ProcessFailure(rank, ranks[rank].pid, 3, os.devnull) for rank in range(2)}
+        found = launcher._first_failure(failures, logs, several=False)
+    assert found is not None
+    assert found.rank == 1
 
 
 def test_a_line_without_an_end_is_copied_and_not_kept(

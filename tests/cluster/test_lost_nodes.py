@@ -24,7 +24,9 @@ from tests.harness.scripts import Script
 SCRIPT = """
 import os, pathlib, signal, sys, time
 rank, start = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-pathlib.Path(f"start{start}.rank{rank}").write_text(os.environ["MASTER_PORT"])
+part = pathlib.Path(f"part{rank}")
+part.write_text(os.environ["MASTER_PORT"])
+part.rename(f"start{start}.rank{rank}")  # whole: who sees it may end this process at once
 while not pathlib.Path(f"start{start}.rank{1 - int(rank)}").exists():
     time.sleep(0.02)
 if start == 0:

@@ -11,5 +11,5 @@ from tests.harness.ranks import Ranks
 
 @pytest.fixture(scope="package")
 def three() -> Iterator[Ranks]:
-    with Ranks(3, timeout=20.0) as ranks:
+    with Ranks(3) as ranks:
         yield ranks

@@ -109,7 +109,7 @@ def check(runs: list[list[float]], lengths: tuple[int, int], accumulate: int = 1
 @pytest.mark.parametrize("make", LOADERS)
 @pytest.mark.parametrize("lengths", [(3, 2), (3, 5)])
 def test_equal_lengths_that_are_not_true(two: Ranks, make: str, lengths: tuple[int, int]) -> None:
-    check(two.run(trained, make, PerRank(*lengths), 3, timeout=60), lengths)
+    check(two.run(trained, make, PerRank(*lengths), 3), lengths)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_equal_lengths_that_are_not_true(two: Ranks, make: str, lengths: tuple[i
 def test_unequal_lengths_that_are_not_true(
     two: Ranks, lengths: tuple[int, int], says: tuple[int, int]
 ) -> None:
-    runs = two.run(trained, "a stream", PerRank(*lengths), PerRank(*says), 2, timeout=60)
+    runs = two.run(trained, "a stream", PerRank(*lengths), PerRank(*says), 2)
     check(runs, lengths, accumulate=2)
 
 
@@ -195,7 +195,7 @@ def dealt(epochs: int) -> tuple[list[int], list[int]]:
 
 
 def test_batches_dealt_by_tokens_may_be_fewer_than_those_of_a_pass_left_early(two: Ranks) -> None:
-    for seen, expected in two.run(dealt, 6, timeout=60):
+    for seen, expected in two.run(dealt, 6):
         assert seen == expected
         assert len(set(seen)) > 1, "the case is none"
 
@@ -215,7 +215,7 @@ LOOPS = {
 
 @pytest.mark.parametrize("kind", LOOPS)
 def test_loops_in_step(two: Ranks, kind: str) -> None:
-    assert two.run(loops, kind, PerRank(3, 1), timeout=40) == list(LOOPS[kind])
+    assert two.run(loops, kind, PerRank(3, 1)) == list(LOOPS[kind])
 
 
 def left_alone() -> None:
@@ -228,7 +228,7 @@ def left_alone() -> None:
 
 
 def test_a_loop_that_one_rank_leaves_alone_is_refused_on_both(two: Ranks) -> None:
-    for error in two.fail(left_alone, timeout=40).values():
+    for error in two.fail(left_alone).values():
         assert type(error) is MismatchError
         text = "rank 0 asks session.loader for batch 3 of pass 1, rank 1 for batch 0 of pass 2"
         assert text in str(error)
@@ -247,9 +247,9 @@ def read_at_once(length: int) -> list[float]:
 def test_batches_that_are_read_ahead_of_backward_are_refused_where_ranks_are_uneven(
     two: Ranks,
 ) -> None:
-    first, second = two.run(read_at_once, 2, timeout=40)
+    first, second = two.run(read_at_once, 2)
     assert first == second
-    for error in two.fail(read_at_once, PerRank(3, 2), timeout=40).values():
+    for error in two.fail(read_at_once, PerRank(3, 2)).values():
         assert type(error) is UsageError
         assert "3 batches were taken from session.loader" in str(error)
 
@@ -307,12 +307,12 @@ def skipping(certain: bool, bad: int) -> list[float]:
 
 
 def test_a_batch_that_is_skipped_on_one_rank_leaves_one_less(two: Ranks) -> None:
-    check(two.run(skipping, False, PerRank(-1, 3), timeout=40), (4, 3))
+    check(two.run(skipping, False, PerRank(-1, 3)), (4, 3))
 
 
 def test_a_batch_that_is_lost_where_others_count_on_it_is_an_error(two: Ranks) -> None:
     with pytest.raises(Exception, match="DataError") as caught:
-        two.run(skipping, True, PerRank(-1, 1), timeout=40)
+        two.run(skipping, True, PerRank(-1, 1))
     error = caught.value.errors[1]  # type: ignore[attr-defined]
     assert type(error) is DataError
     assert "has 4 batches, as its sampler says, and gave 3" in str(error)
@@ -381,7 +381,7 @@ def taken_in_a_thread() -> str:
 
 
 def test_a_thread_that_reads_ahead_is_refused_where_ranks_agree_on_each_batch(two: Ranks) -> None:
-    for text in two.run(taken_in_a_thread, timeout=40):
+    for text in two.run(taken_in_a_thread):
         assert "another thread takes batches from session.loader than calls backward()" in text
 
 

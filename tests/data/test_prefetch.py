@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -361,15 +362,27 @@ def test_whole_steps_are_compared(
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.05])
-def test_what_reads_is_judged_once_and_in_the_course_of_an_epoch(seconds: float) -> None:
+def test_what_reads_is_judged_once_and_in_the_course_of_an_epoch(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that nothing else on the machine moves: a thread takes 0.05 s for a batch."""
+    now, waited = 0.0, _Timing.waited
+
     class Slow(Numbers):
         """Slow in threads, or everywhere: then they are kept."""
 
         def __getitem__(self, index: int) -> int:
-            in_thread = threading.current_thread() is not threading.main_thread()
-            time.sleep(max(seconds, 0.05 * in_thread))
+            nonlocal now
+            now += seconds * (threading.current_thread() is threading.main_thread())
             return index
 
+    def waits(timing: _Timing, start: float, _: float) -> None:
+        nonlocal now
+        now += 0.03
+        waited(timing, start, now)
+
+    monkeypatch.setattr(map_reader, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(_Timing, "waited", waits)
     loader = prefetch(DataLoader(Slow(24)), PrefetchConfig(threads=True, depth=1), cores=1)
     read = []
     for _ in range(3):
@@ -377,7 +390,7 @@ def test_what_reads_is_judged_once_and_in_the_course_of_an_epoch(seconds: float)
         for batch in loader:
             assert int(batch) == len(read[-1])
             read[-1].append(loader.reading()["readers"])
-            time.sleep(0.02)  # as computing does
+            now += 0.02  # of computing
             if len(read) == 3:
                 break
     assert read[0] == [0] * MEASURED + [1] * (24 - MEASURED)

@@ -194,14 +194,14 @@ def trained(
 def test_uneven_ranks_train_as_one_process_on_all_batches(
     two: Ranks, lengths: tuple[int, int], accumulate: int, known: bool
 ) -> None:
-    first, second = two.run(trained, PerRank(*lengths), known, accumulate, 2, timeout=40)
+    first, second = two.run(trained, PerRank(*lengths), known, accumulate, 2)
     assert first == second
     assert first != values_of(model_and_optimizer()[0])
     torch.testing.assert_close(first, reference(lengths, accumulate, 2), rtol=1e-12, atol=1e-14)
 
 
 def test_gradients_of_two_backward_passes_add_up_on_uneven_ranks(two: Ranks) -> None:
-    first, second = two.run(trained, PerRank(5, 2), True, 1, 1, 2, timeout=40)
+    first, second = two.run(trained, PerRank(5, 2), True, 1, 1, 2)
     assert first == second
     torch.testing.assert_close(first, reference((5, 2), 1, 1), rtol=1e-12, atol=1e-14)
 
@@ -278,7 +278,7 @@ def reference_in_common(lengths: tuple[int, int]) -> list[float]:
 def test_collectives_of_the_model_run_in_dummy_batches_too(
     two: Ranks, lengths: tuple[int, int]
 ) -> None:
-    first, second = two.run(trained_in_common, PerRank(*lengths), timeout=40)
+    first, second = two.run(trained_in_common, PerRank(*lengths))
     assert first == second
     torch.testing.assert_close(first, reference_in_common(lengths), rtol=1e-12, atol=1e-14)
 
@@ -318,7 +318,7 @@ def test_a_loss_that_counts_rows_of_all_ranks(two: Ranks) -> None:
         loss_of(model, (inputs, targets)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for values in two.run(trained_by_rows, PerRank(*lengths), timeout=40):
+    for values in two.run(trained_by_rows, PerRank(*lengths)):
         torch.testing.assert_close(values, values_of(model), rtol=1e-12, atol=1e-14)
 
 
@@ -471,7 +471,7 @@ def test_a_dummy_batch_takes_part_where_the_graph_meets_other_ranks(
         optimizer.step()
         optimizer.zero_grad()
     expected = values_of(torch.nn.ModuleList([first, model]))
-    for values in two.run(trained_across, PerRank(*lengths), strategy, timeout=40):
+    for values in two.run(trained_across, PerRank(*lengths), strategy):
         torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-14)
 
 
@@ -509,7 +509,7 @@ def rare_weights(length: int, strategy: dict[str, Any]) -> list[float]:
 def test_a_dummy_batch_uses_no_parameter(two: Ranks, strategy: dict[str, Any]) -> None:
     """An optimizer would decay it."""
     used = 2 // strategy.get("gradients", {}).get("accumulate", 1)
-    for weights in two.run(rare_weights, PerRank(6, 2), strategy, timeout=40):
+    for weights in two.run(rare_weights, PerRank(6, 2), strategy):
         assert len(set(weights)) == used, "decayed"
         assert len(set(weights[used - 1 :])) == 1
 

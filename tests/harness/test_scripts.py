@@ -11,7 +11,7 @@ import pytest
 from tests.harness.scripts import Script
 
 WHOLE = """
-import atexit, multiprocessing, os, sys, threading, time, warnings
+import atexit, multiprocessing, os, sys, threading, warnings
 import beside
 
 class Last:
@@ -30,7 +30,7 @@ child.join()
 assert "UNSET" not in os.environ
 print(beside.NAME, sys.argv[1:], os.environ["A"], os.path.basename(os.getcwd()))
 atexit.register(print, "handler")
-threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+threading.Thread(target=lambda: (threading.main_thread().join(), print("thread"))).start()
 try:
     warnings.warn("one")
 except UserWarning:

@@ -49,9 +49,9 @@ class Jobs:
 
     def updates(self, job: Script) -> int:
         path = self.folder / f"{job.pid}.updates"
-        return int(path.read_text() or 0) if path.exists() else 0
+        return int(path.read_text()) if path.exists() else 0
 
-    def wait_for(self, update: int, job: Script, seconds: float = 60) -> None:
+    def wait_for(self, update: int, job: Script, seconds: float = 120) -> None:
         until = time.monotonic() + seconds
         while self.updates(job) < update:
             assert job.poll() is None, self.logs()

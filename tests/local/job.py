@@ -66,7 +66,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     rendezvous = {"store": store, "at_least": 2, "timeout": 60, **settings.pop("rendezvous", {})}
     local = {"steps": 4, "rendezvous": rendezvous, **settings}
-    longest = 0.0
+    longest, part = 0.0, folder / f"{os.getpid()}.part"
     with slipstream.accelerate(model, optimizer, None, {"local": local}) as session:
         begun = session.updates
         print(f"begins at {begun} with share {session.data_rank}", flush=True)
@@ -78,7 +78,8 @@ def main() -> None:
             session.step()
             longest = max(longest, time.monotonic() - before)
             time.sleep(seconds)
-            (folder / f"{os.getpid()}.updates").write_text(str(update + 1))
+            part.write_text(str(update + 1))
+            part.rename(folder / f"{os.getpid()}.updates")  # whole, whenever it is read
     found = {
         "begun": begun,
         "loss": torch.stack([loss_of(model, -seed) for seed in range(1, 9)]).mean().item(),

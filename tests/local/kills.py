@@ -40,15 +40,19 @@ def life(folder: str, killed: int | None, after: int, delay: float) -> Tensor:
     if done:
         paths = [path_of(Path(folder), done, rank) for rank in range(session.world_size)]
         session.restore([torch.load(path, weights_only=True) for path in paths])
+    end = Timer(delay, os.kill, (os.getpid(), signal.SIGKILL))
     for update in range(done + 1, UPDATES + 1):
         if session.rank == killed and update == done + 1 + after:
-            Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            end.start()
         session.backward(loss_of(model, session.rank, update))
         session.step()
         path = path_of(Path(folder), update, session.rank)
         torch.save(session.checkpoint(sharded=True), path.with_suffix(".part"))
         path.with_suffix(".part").rename(path)
     session.close()
+    end.cancel()  # else it hits the next life, or the time between the two
+    if end.is_alive():
+        end.join()
     return flat(model.parameters())
 
 

@@ -210,7 +210,7 @@ def fails(kind: str, error: type[BaseException]) -> None:
 def test_a_rank_that_left_a_backward_pass_goes_no_further(
     two: Ranks, kind: str, error: type[BaseException]
 ) -> None:
-    errors = two.fail(fails, kind, error, timeout=30.0)
+    errors = two.fail(fails, kind, error)
     assert isinstance(errors[0], ExchangeError)
     assert str(errors[1]) == "done"
 

@@ -234,7 +234,7 @@ def fails_later(schedule: str, where: int) -> None:
 
 @pytest.mark.parametrize(("schedule", "where"), [("1f1b", 0), ("zero_bubble", 0), ("gpipe", 0)])
 def test_an_error_in_a_stage_blocks_no_rank(two, schedule, where) -> None:
-    errors = two.fail(fails_later, schedule, where, timeout=30.0)
+    errors = two.fail(fails_later, schedule, where)
     assert isinstance(errors[0], ValueError)  # the model's own, as a script expects it
     assert str(errors[0]) == "too large"
     assert errors[0].__notes__ == ["(rank 0: stage 0 in the forward of micro-batch 0)"]

@@ -282,7 +282,7 @@ def test_a_mistake_is_explained_on_one_process(name: str) -> None:
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_explained_on_every_rank(two: Ranks, name: str) -> None:
-    for outcome in two.run(outcome_of, name, timeout=40):
+    for outcome in two.run(outcome_of, name):
         check_outcome(outcome, name, joined=True)
 
 
@@ -467,7 +467,7 @@ ONLY_ONE: dict[str, tuple[Callable[[], object], list[str]]] = {
 @pytest.mark.parametrize("name", ONLY_ONE)
 def test_what_one_rank_does_differently_is_an_error_on_all(two: Ranks, name: str) -> None:
     words = ONLY_ONE[name][1]
-    outcomes = two.run(outcome_of, name, timeout=40)
+    outcomes = two.run(outcome_of, name)
     failed = {"rank 0 cannot": 0, "rank 1 cannot": 1}.get(words[0][:13])
     for rank, (kind, text, _) in enumerate(outcomes):
         if rank == failed:  # its own error, which the others quote

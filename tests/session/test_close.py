@@ -31,7 +31,7 @@ def raise_on_one_rank(at: str) -> None:
 @pytest.mark.parametrize("at", ["forward", "after backward"])
 def test_an_exception_on_one_rank_ends_all(two: Ranks, at: str) -> None:
     with pytest.raises(RankFailure) as failure:
-        two.run(raise_on_one_rank, at, timeout=40)
+        two.run(raise_on_one_rank, at)
     errors = failure.value.errors
     assert type(errors[1]) is KeyError
     assert type(errors[0]) is HangError

@@ -37,7 +37,7 @@ def given(kind: str) -> None:
     ],
 )
 def test_a_loader_that_one_rank_cannot_use(two: Ranks, kind: str, own: str, others: str) -> None:
-    errors = two.fail(given, kind, timeout=40)
+    errors = two.fail(given, kind)
     assert type(errors[1]) is ModelError
     assert own in str(errors[1])
     assert type(errors[0]) is MismatchError
@@ -45,7 +45,7 @@ def test_a_loader_that_one_rank_cannot_use(two: Ranks, kind: str, own: str, othe
 
 
 def test_a_loader_on_some_ranks_only(two: Ranks) -> None:
-    for error in two.fail(given, "none", timeout=40).values():
+    for error in two.fail(given, "none").values():
         assert type(error) is MismatchError
         assert "the loader: none on rank 1, given on rank 0" in str(error)
 
@@ -64,4 +64,4 @@ def seen_again(strategy: Any) -> list[int]:
 
 
 def test_the_loader_of_a_session_that_is_over_keeps_ranks_in_step_again(two: Ranks) -> None:
-    assert two.run(seen_again, {}, timeout=40) == [[0, 1, 2, 3], [0, 1, 1, 1]]
+    assert two.run(seen_again, {}) == [[0, 1, 2, 3], [0, 1, 1, 1]]

@@ -135,7 +135,7 @@ def test_misuse_is_explained_on_one_process(name: str) -> None:
 
 @pytest.mark.parametrize("name", MISUSES)
 def test_misuse_is_explained_on_every_rank(two: Ranks, name: str) -> None:
-    for kind, text in two.run(outcome_of, name, timeout=40):
+    for kind, text in two.run(outcome_of, name):
         assert kind == UsageError.__name__, text
         assert [w for w in MISUSES[name][2] if w not in text] == [], text
 
@@ -158,7 +158,7 @@ def load_different_states() -> None:
 
 
 def test_ranks_that_load_different_states_are_stopped(two: Ranks) -> None:
-    for error in two.fail(load_different_states, timeout=40).values():
+    for error in two.fail(load_different_states).values():
         assert "differs from rank 0 in state" in str(error)
 
 
@@ -217,7 +217,7 @@ def test_an_update_sees_the_mean_of_its_window(two: Ranks, accumulate: int) -> N
     answers = ([False] * (accumulate - 1) + [True]) * 2
     expected = (answers[: max(2, 2 * accumulate)], True, True)
     assert window(accumulate) == expected
-    assert two.run(window, accumulate, timeout=40) == [expected] * 2
+    assert two.run(window, accumulate) == [expected] * 2
 
 
 def test_the_report_says_what_one_process_exchanges() -> None:
@@ -274,7 +274,7 @@ def restored_after_freezing() -> int:
 
 
 def test_a_state_from_before_a_parameter_froze_is_restored(two: Ranks) -> None:
-    assert two.run(restored_after_freezing, timeout=40) == [1, 1]
+    assert two.run(restored_after_freezing) == [1, 1]
 
 
 def through_a_file(state: Any) -> Any:
@@ -287,7 +287,7 @@ def through_a_file(state: Any) -> Any:
 @pytest.mark.parametrize("num_steps", [0, 2])
 def test_a_resumed_run_goes_on_bit_for_bit(two: Ranks, num_steps: int) -> None:
     assert resumed(num_steps)
-    assert two.run(resumed, num_steps, timeout=40) == [True, True]
+    assert two.run(resumed, num_steps) == [True, True]
 
 
 def test_a_state_of_the_first_sessions_of_this_version_loads() -> None:

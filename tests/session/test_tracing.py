@@ -75,13 +75,13 @@ def test_one_process_writes_its_trace(tmp_path: Path, skip: int) -> None:
 
 def test_ranks_train_on_where_the_trace_cannot_be_written(two: Ranks, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    written = two.run(traced, str(tmp_path / "file" / "traces"), 0, timeout=40)
+    written = two.run(traced, str(tmp_path / "file" / "traces"), 0)
     assert written == [[False] * 5] * 2
 
 
 @pytest.mark.parametrize("skip", [0, 2])
 def test_all_ranks_write_one_trace(two: Ranks, tmp_path: Path, skip: int) -> None:
-    first, _ = two.run(traced, str(tmp_path), skip, timeout=40)
+    first, _ = two.run(traced, str(tmp_path), skip)
     assert first == [step > skip for step in range(5)]
     trace = read(tmp_path / "trace.json")
     check_trace(trace, 2, [*SPANS, "allreduce1", "allreduce2"], skip)
@@ -100,7 +100,7 @@ def test_all_ranks_write_one_trace(two: Ranks, tmp_path: Path, skip: int) -> Non
 
 
 def test_a_trace_says_when_each_gradient_was_ready(two: Ranks, tmp_path: Path) -> None:
-    two.run(traced, str(tmp_path), 0, timeout=40)
+    two.run(traced, str(tmp_path), 0)
     trace = read(tmp_path / "trace.json")
     names = [gradient["name"] for gradient in trace.meta["gradients"]]
     assert names == [name for s in trace.meta["segments"] for name in s["gradients"]]
@@ -120,7 +120,7 @@ def test_a_trace_says_when_each_gradient_was_ready(two: Ranks, tmp_path: Path) -
 def test_samples_of_dummy_batches_do_not_count_and_those_of_a_window_add_up(
     two: Ranks, tmp_path: Path
 ) -> None:
-    two.run(uneven, str(tmp_path), timeout=40)
+    two.run(uneven, str(tmp_path))
     iterations = [e for e in read(tmp_path / "trace.json").events if e.name == "iteration"]
     samples = {(e.rank, e.step): e.args["samples"] for e in iterations}
     batch = len(BATCH)
@@ -184,7 +184,7 @@ def unfinished(folder: str, how: str) -> str:
 
 @pytest.mark.parametrize("how", ["the groups are gone", "an error"])
 def test_a_trace_that_is_not_written_is_told(two: Ranks, tmp_path: Path, how: str) -> None:
-    first, second = two.run(unfinished, str(tmp_path), how, connect=False, timeout=40)
+    first, second = two.run(unfinished, str(tmp_path), how, connect=False)
     assert "no trace is written: the run has ended before trace.steps updates" in first
     assert not second
     assert not [*tmp_path.iterdir()]

@@ -141,11 +141,11 @@ def test_run_returns_the_code_of_the_node_that_failed_first(three, scripts, code
 
 
 def test_a_failing_node_stops_the_others(three, marker, tmp_path) -> None:
-    polite = f"trap 'touch {tmp_path}/polite; exit' TERM; sleep 60 & touch {tmp_path}/up; wait"
+    polite = f"trap ': > {tmp_path}/polite; exit' TERM; sleep 60 & touch {tmp_path}/up; wait"
     failing = f"while [ ! -e {tmp_path}/up ]; do sleep 0.01; done; exit 3"
     stubborn = f"trap '' TERM; sleep 60; : {marker}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(testbed, "GRACE_SECONDS", 0.5)
+        patch.setattr(testbed, "GRACE_SECONDS", 1.0)
         assert three.run([shell(polite), shell(failing), shell(stubborn, marker)]) == 3
     assert (tmp_path / "polite").exists()
     assert wait_for_marked(marker, 0) == []

@@ -18,7 +18,7 @@ def marked(marker: str) -> list[str]:
     return found
 
 
-def wait_for_marked(marker: str, count: int, seconds: float = 60.0) -> list[str]:
+def wait_for_marked(marker: str, count: int, seconds: float = 120.0) -> list[str]:
     """``marked`` as soon as there are ``count`` of them, or as they are after ``seconds``."""
     deadline = time.monotonic() + seconds
     while len(found := marked(marker)) != count and time.monotonic() < deadline:

@@ -82,7 +82,7 @@ def test_all_ranks_switch_at_one_step_and_keep_the_faster(
 ) -> None:
     # A machine that slows down meanwhile speaks for neither.
     seconds = (2.0, 1.0, 4.0, 3.0) if faster else (1.0, 2.0, 3.0, 4.0)
-    answers = two.run(train, LAST + 2, OPTIMAL, (3, 11), seconds, timeout=60)
+    answers = two.run(train, LAST + 2, OPTIMAL, (3, 11), seconds)
     for seen, _, report, state in answers:
         sizes = [[len(names) for names in cuts] for cuts in seen]
         assert sizes[:FIRST] == [[12]] * FIRST
@@ -98,8 +98,8 @@ def test_all_ranks_switch_at_one_step_and_keep_the_faster(
 
 
 def test_a_change_of_the_split_changes_no_bit_on_two_ranks(two: Ranks) -> None:
-    plain = two.run(train, LAST + 2, {}, timeout=60)
-    searched = two.run(train, LAST + 2, OPTIMAL, (0, 5, 11), timeout=60)
+    plain = two.run(train, LAST + 2, {})
+    searched = two.run(train, LAST + 2, OPTIMAL, (0, 5, 11))
     assert [a[1] for a in plain] == [a[1] for a in searched]
 
 
@@ -109,7 +109,7 @@ CODECS = [{"kind": "half"}, *({"kind": k, "start_step": 0} for k in ("onebit", "
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec["kind"])
 def test_codecs_go_on_when_the_split_changes(two: Ranks, codec: dict[str, object]) -> None:
     config = {"gradients": {**OPTIMAL["gradients"], "codec": codec}}
-    answers = two.run(train, LAST + 2, config, (0, 5, 11), timeout=60)
+    answers = two.run(train, LAST + 2, config, (0, 5, 11))
     (seen, parameters, *_), other = answers
     assert [len(names) for names in seen[-1]] == [1, 5, 6]
     assert parameters == other[1]
@@ -117,7 +117,7 @@ def test_codecs_go_on_when_the_split_changes(two: Ranks, codec: dict[str, object
 
 
 def test_the_real_planner_answers_on_real_ranks(two: Ranks) -> None:
-    answers = two.run(train, LAST + 1, OPTIMAL, timeout=60)
+    answers = two.run(train, LAST + 1, OPTIMAL)
     (seen, _, report, state), other = answers
     assert seen == other[0]
     assert state["split"] is not None
@@ -143,12 +143,12 @@ def timed_collectives() -> set[str]:
 
 
 def test_only_the_all_reduce_that_the_choice_reads_is_measured(two: Ranks) -> None:
-    assert two.run(timed_collectives, timeout=60) == [{"all_reduce"}] * 2
+    assert two.run(timed_collectives) == [{"all_reduce"}] * 2
 
 
 def test_a_trace_that_explains_nothing_leaves_the_default(two: Ranks) -> None:
     error = TraceError("a step is missing")
-    for seen, _, report, state in two.run(train, FIRST, OPTIMAL, error, timeout=60):
+    for seen, _, report, state in two.run(train, FIRST, OPTIMAL, error):
         assert all(len(cuts) == 1 for cuts in seen)
         assert "the default split stays" in report
         assert state["split"]["kind"] == "by_bytes"
@@ -157,11 +157,11 @@ def test_a_trace_that_explains_nothing_leaves_the_default(two: Ranks) -> None:
 @pytest.fixture(scope="module")
 def state(two: Ranks) -> Any:
     """That of a run which has chosen."""
-    return two.run(train, LAST, OPTIMAL, (3, 11), timeout=60)[0][3]
+    return two.run(train, LAST, OPTIMAL, (3, 11))[0][3]
 
 
 def test_a_resumed_run_begins_with_the_chosen_split(two: Ranks, state: Any) -> None:
-    answers = two.run(train, 2, OPTIMAL, (5, 11), (1.0, 1.0), state, timeout=60)
+    answers = two.run(train, 2, OPTIMAL, (5, 11), (1.0, 1.0), state)
     for seen, _, report, again in answers:
         assert [[len(names) for names in cuts] for cuts in seen] == [[4, 8]] * 2
         assert "before the checkpoint" in report
@@ -172,7 +172,7 @@ def test_the_trace_that_the_user_asked_for_comes_after_the_choice(
     two: Ranks, tmp_path: Path
 ) -> None:
     config = {"trace": {"steps": 2, "skip": 0, "folder": str(tmp_path)}}
-    two.run(train, LAST + 6, OPTIMAL | config, (3, 11), timeout=60)
+    two.run(train, LAST + 6, OPTIMAL | config, (3, 11))
     trace = read(tmp_path / "trace.json")
     assert {e.step for e in trace.events} == {LAST + SETTLING + i for i in range(2)}
     assert [len(segment["gradients"]) for segment in trace.meta["segments"]] == [4, 8]
@@ -184,7 +184,7 @@ def test_the_trace_that_the_user_asked_for_comes_after_a_resume_too(
 ) -> None:
     config = {"trace": {"steps": 2, "skip": 0, "folder": str(tmp_path)}}
     begin = FIRST + SETTLING  # behind what would have been the window of the search
-    two.run(train, begin + 3, OPTIMAL | config, (5, 11), (1.0, 1.0), state, timeout=60)
+    two.run(train, begin + 3, OPTIMAL | config, (5, 11), (1.0, 1.0), state)
     trace = read(tmp_path / "trace.json")
     assert {event.step for event in trace.events} == {begin, begin + 1}
     assert [len(segment["gradients"]) for segment in trace.meta["segments"]] == [4, 8]

@@ -215,6 +215,13 @@ def _agent(
     class Agent(LocalElasticAgent):
         failures: Failures
 
+        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+            started: dict[int, Any] = super()._start_workers(worker_group)
+            context: Any = self._pcontext
+            ranks = {rank: each.proc for rank, each in context.subprocess_handlers.items()}
+            logs.ends.follow(ranks)
+            return started
+
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result: RunResult = super()._monitor_workers(worker_group)
             self.failures = result.failures

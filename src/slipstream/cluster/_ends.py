@@ -1,8 +1,9 @@
 """The end of each rank of this node, noted beside its log at once.
 
 The elastic agent looks at its ranks now and then, and a rank that ends with code 0 is no failure to
-it, even if the others still train and fail for want of it. So a thread waits for the ends. Ending
-takes long enough for peers to notice, fail and end first, so a rank also notes when it begins to.
+it, even if the others still train and fail for want of it; of others it tells the whole second. So
+a thread waits for the ends. Ending takes long enough for peers to notice, fail and end first, so a
+rank also notes when it begins to.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from subprocess import Popen
+from typing import Any
 
 from slipstream.files.write import write_whole
 
 LEAVING = "SLIPSTREAM_LEAVING"
 """The variable with the file in which a rank notes when it begins to end by itself."""
+SETTLE_SECONDS = 30.0
+"""For the notes of ranks that have ended, at most: a process may hang in the kernel."""
 LOOK_INTERVAL = 0.02
-"""Seconds between two looks for processes that have not been started, or notes not written, yet."""
+"""Seconds between two looks for notes that are not written yet."""
 
 
 @dataclass(frozen=True)
@@ -76,49 +81,72 @@ class Ends:
 
     def __init__(self) -> None:
         self._notes: list[Path] = []
+        self._expected: dict[int, tuple[int, Path]] = {}  # by local rank: rank, log
+        self._thread: threading.Thread | None = None
         self._closed = threading.Event()
 
-    def watch(self, envs: Mapping[int, dict[str, str]], logs: Mapping[int, Path]) -> None:
-        """Wait for these ranks, which are about to be started.
+    def expect(self, envs: Mapping[int, dict[str, str]], logs: Mapping[int, Path]) -> None:
+        """Prepare for these ranks, which are about to be started.
 
         Args:
             envs: their variables, by local rank; gets one more.
             logs: their logs, by rank.
         """
-        for env in envs.values():
+        self._settle()
+        self._expected = {}
+        for local_rank, env in envs.items():
             log = logs[int(env["RANK"])]
+            self._expected[local_rank] = int(env["RANK"]), log
             _forget_others(log.parent, int(env["WORLD_SIZE"]))
             for suffix in ("exit", "leaving"):
                 for earlier in log.parent.glob(f"rank{env['RANK']}.*{suffix}"):  # run, or restart
                     earlier.unlink(missing_ok=True)
                 self._notes.append(log.with_suffix(f".{suffix}"))
             env[LEAVING] = str(log.with_suffix(".leaving").resolve())
-        threading.Thread(target=self._wait, args=(envs, dict(logs)), daemon=True).start()
+
+    def follow(self, processes: Mapping[int, Popen[Any]]) -> None:
+        """Note the ends of the ranks' processes, by local rank, for which nobody has waited yet."""
+        running = {
+            os.pidfd_open(process.pid): (local_rank, process)
+            for local_rank, process in processes.items()
+        }
+        where = dict(self._expected)
+        self._thread = threading.Thread(target=self._wait, args=(running, where), daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether some end is not noted yet."""
+        return self._thread is not None and self._thread.is_alive()
 
     def close(self, forget: bool) -> None:
-        """Stop waiting; with ``forget`` remove the notes."""
+        """Stop waiting; with ``forget``, once all ranks have ended, remove the notes."""
+        if forget:
+            self._settle()
         self._closed.set()
         for note in self._notes if forget else ():
             note.unlink(missing_ok=True)
 
-    def _wait(self, envs: Mapping[int, Mapping[str, str]], logs: Mapping[int, Path]) -> None:
-        """Find the processes of the ranks, then wait for each of them."""
-        left = {(e["RANK"], e["TORCHELASTIC_RESTART_COUNT"]): n for n, e in envs.items()}
-        running: dict[int, tuple[int, int, int]] = {}  # by file descriptor: rank, local rank, pid
+    def _settle(self) -> None:
+        """Wait for the notes of ranks that have ended: none comes later."""
+        if self._thread is not None:
+            self._thread.join(SETTLE_SECONDS)
+
+    def _wait(
+        self,
+        running: dict[int, tuple[int, Popen[Any]]],
+        where: Mapping[int, tuple[int, Path]],
+    ) -> None:
         ends = select.poll()
-        while (left or running) and not self._closed.is_set():
-            for pid, key in _children():
-                if key in left:
-                    with suppress(OSError):  # it has ended, and the agent knows already
-                        fd = os.pidfd_open(pid)
-                        running[fd] = int(key[0]), left[key], pid
-                        ends.register(fd, select.POLLIN)
-                    del left[key]
-            for fd, _ in ends.poll(1e3 * (LOOK_INTERVAL if left else 0.2)):
-                rank, local_rank, pid = running.pop(fd)
+        for fd in running:
+            ends.register(fd, select.POLLIN)
+        while running and not self._closed.is_set():
+            for fd, _ in ends.poll(200):
+                local_rank, process = running.pop(fd)
                 ends.unregister(fd)
                 os.close(fd)
-                _note(rank, local_rank, pid, logs[rank])
+                rank, log = where[local_rank]
+                _note(rank, local_rank, process, log)
         for fd in running:
             os.close(fd)
 
@@ -134,25 +162,20 @@ def _forget_others(folder: Path, world_size: int) -> None:
 _NOTE = re.compile(r"rank(\d+)\.(?:.*\.)?(?:exit|leaving)")
 
 
-def _children() -> Iterator[tuple[int, tuple[str, str]]]:
-    """Processes that this one has started: their rank, and which restart they belong to."""
-    for listed in Path("/proc/self/task").glob("*/children"):
-        with suppress(OSError):
-            for pid in map(int, listed.read_text().split()):
-                with suppress(OSError):
-                    lines = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-                    env = dict(line.partition("=")[::2] for line in lines.split("\0"))
-                    yield pid, (env.get("RANK", ""), env.get("TORCHELASTIC_RESTART_COUNT", ""))
-
-
-def _note(rank: int, local_rank: int, pid: int, log: Path) -> None:
-    """Write how a process ended, which stays for the agent to be waited for."""
+def _note(rank: int, local_rank: int, process: Popen[Any], log: Path) -> None:
+    """Write how a process ended."""
     ended = time.time()
-    with suppress(ChildProcessError):  # the agent was faster, and knows the code
-        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-        if status is not None:
-            exited = status.si_code == os.CLD_EXITED
-            code = status.si_status if exited else -status.si_status
-            end = End(rank, local_rank, socket.gethostname(), code, ended, str(log))
-            with suppress(OSError):  # the folder is gone
-                write_whole(log.with_suffix(".exit"), json.dumps(asdict(end)), durable=False)
+    end = End(rank, local_rank, socket.gethostname(), _code_of(process), ended, str(log))
+    with suppress(OSError):  # the folder is gone
+        write_whole(log.with_suffix(".exit"), json.dumps(asdict(end)), durable=False)
+
+
+def _code_of(process: Popen[Any]) -> int:
+    """The code of a process that has ended. It stays for the agent to be waited for, which may be
+    about to signal it: its number must not be another's."""
+    try:
+        found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:  # the agent was faster, and knows it
+        return process.wait()
+    assert found is not None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status

@@ -116,7 +116,7 @@ class RankLogs:
             suffix = f".restart{restart}.log" if restart else ".log"
             self.paths[int(env["RANK"])] = self.folder / f"rank{env['RANK']}{suffix}"
             env.update(self.variables)
-        self.ends.watch(envs, self.paths)
+        self.ends.expect(envs, self.paths)
         if envs[0]["RANK"] == "0":
             self._tails.append(_Tail(self.paths[0]))
         return LogsDest(

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cluster import _rank
-from slipstream.cluster._agent import MONITOR_INTERVAL, Failures, run_ranks
+from slipstream.cluster._agent import Failures, run_ranks
 from slipstream.cluster._ends import LOOK_INTERVAL, End
 from slipstream.cluster._logs import (
     ERROR,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 LOOK_SECONDS = 2.0
-"""How long to wait for what other nodes, with the same folder of logs, note about their ranks."""
+"""How long to wait for notes of ends: of ranks here, and on nodes with the same folder of logs."""
 LEAVE_SECONDS = 1.0
 """How long the first of several nodes stays behind its last barrier."""
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -310,11 +310,14 @@ def _first_failure(
         End(rank, one.local_rank, host, one.exitcode, one.timestamp, str(logs.paths[rank]))
         for rank, one in failures.items()
     ]
-    deadline = time.monotonic() + (LOOK_SECONDS if several else MONITOR_INTERVAL)
+    deadline = time.monotonic() + LOOK_SECONDS
     while True:
-        ends = [*known, *End.read(logs.folder)]
+        waiting = bool(failures) and logs.ends.waiting  # else the ranks of this node still run
+        noted = End.read(logs.folder)
+        codes = {(end.rank, end.returncode) for end in noted}  # of which notes tell the time better
+        ends = [*noted, *(end for end in known if (end.rank, end.returncode) not in codes)]
         failure = blame(ends) if ends else None
-        sure = failure is not None and not failure.missing
+        sure = not waiting and (not several or (failure is not None and not failure.missing))
         if sure or time.monotonic() > deadline:
             return failure
         time.sleep(LOOK_INTERVAL)  # nothing wakes us up when another process writes its note
