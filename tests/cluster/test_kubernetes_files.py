@@ -27,7 +27,7 @@ import slipstream
 from slipstream.cli import main
 from tests.harness.ranks import free_port
 
-# Imported where they are used: every worker collects this file, one runs it, and they take a second.
+# The SDK is imported where it is used: it takes a second, and every worker collects this file.
 if not importlib.util.find_spec("kubeflow"):
     pytest.skip("needs pip install 'slipstream[cluster]'", allow_module_level=True)
 
