@@ -82,6 +82,8 @@ import slipstream.cli.main
 assert "torch" not in sys.modules, "by a command"
 slipstream.accelerate
 assert not {"torch.distributed.pipelining", "torch._dynamo"} & sys.modules.keys(), "by a session"
+import slipstream.cli.demo.training
+assert not {"transformers", "sklearn"} & sys.modules.keys(), "by a rank of the demo"
 """
     run = python("-c", code)
     assert (run.returncode, run.stderr) == (0, "")

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 from slipstream.errors import ModelError, UsageError
 from slipstream.trace import read
+from slipstream.tuner import online_search
 from tests.adapters.habits import trainer_script
 from tests.adapters.habits.habit import Given
 from tests.adapters.loops import (
@@ -125,7 +126,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 def learns(loop: str, strategy: dict[str, Any]) -> float:
     """The loss of the trained model, as a share of that before."""
-    values = LOOPS[loop](strategy, epochs=12)
+    with patch.object(online_search, "CALIBRATION_SECONDS", 0.2):
+        values = LOOPS[loop](strategy, epochs=12)
     model, (x, y) = model_of_tests(), samples()[:]
     before = nn.functional.mse_loss(model(x), y).item()
     for own, trained in zip(model.parameters(), values[-5:], strict=True):
