@@ -571,6 +571,28 @@ def test_an_optimizer_that_deals_its_work_out_is_saved_by_each_rank(
         assert "also={'optimizer': optimizer}" in str(error)
 
 
+def rounds_in_another_way(folder: str) -> None:
+    """As a processor of another kind does; of most parameters the state is rows and columns."""
+    torch.manual_seed(3)
+    model = Net().eval()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    with slipstream.accelerate(model, optimizer) as session:
+        session.backward(session.model(words(session.rank)).square().mean())
+        session.step()
+        rows = [one["row_var"] for one in optimizer.state.values() if "row_var" in one]
+        assert rows
+        for row in rows:
+            row *= 1 + 1e-6 * session.rank
+        Checkpoints(folder).save(session, wait=True)
+
+
+def test_a_factored_state_that_ranks_round_in_other_ways_is_saved(
+    two: Ranks, tmp_path: Path
+) -> None:
+    """It was taken for that of an optimizer that deals its work out."""
+    two.run(rounds_in_another_way, str(tmp_path))
+
+
 def trained_on(folder: Path, stop: int, look: str) -> list[list[int]]:
     """The batches that a script trains on which looks at the first one of other passes, too."""
     found: list[list[int]] = []

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from slipstream.checks.digest import digest
+from slipstream.checks.sketch import NARROW, Signs, sketch
 from slipstream.data import randomness
 from slipstream.data.prefetch.samplers import samplers_of
 from slipstream.data.uneven_inputs import UnevenInputLoader
@@ -22,6 +22,9 @@ from slipstream.transport.consistency import any_of, broadcast_from_first
 AnySession = Session[Any, Any]
 BESIDE = "rank"
 """The part of a rank's state that ``session.checkpoint()`` does not have."""
+KeptEntries = dict[str, dict[str, tuple[float, ...]]]
+"""Names of what an optimizer keeps by parameter; with its sketch and its norm, where each rank may
+have a part of it."""
 
 
 class KeepsState(Protocol):
@@ -53,7 +56,7 @@ def check_places(session: AnySession, also: Mapping[str, KeepsState]) -> None:
 
 def collected(
     session: AnySession, also: Mapping[str, KeepsState]
-) -> tuple[dict[str, Any], dict[str, list[str]]]:
+) -> tuple[dict[str, Any], KeptEntries]:
     """The state of this rank, and what its optimizer keeps by parameter, where that of rank 0 is
     saved for all. A collective.
 
@@ -74,7 +77,7 @@ def collected(
         "workers": loader is not None and loader.workers_live_on,
         "place": place if "own" in place else None,
     }
-    kept: dict[str, list[str]] = {}
+    kept: KeptEntries = {}
     if state["optimizer"]["ranks"] == 1:  # the first rank has the same
         states = state["optimizer"]["optimizer"].get("state", {})
         kept = _kept(session.optimizer, states)
@@ -83,26 +86,46 @@ def collected(
     return state, kept
 
 
-def _kept(optimizer: torch.optim.Optimizer, states: Mapping[Any, Any]) -> dict[str, list[str]]:
-    """Name what is kept by parameter, with digests of what each rank may have a part of."""
+def _kept(optimizer: torch.optim.Optimizer, states: Mapping[Any, Any]) -> KeptEntries:
     held = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
 
-    def shown(number: Any, key: object, value: object) -> str:
+    def sketched(number: Any, value: object) -> tuple[float, ...]:
         if number not in held or type(value) is not torch.Tensor:
-            return str(key)
-        return f"{key} {digest([value])}" if may_be_part(value, held[number]) else str(key)
+            return ()
+        return _sketched(value) if may_be_part(value, held[number]) else ()
 
     return {
-        str(number): sorted(shown(number, *entry) for entry in state.items())
+        str(number): {str(key): sketched(number, value) for key, value in state.items()}
         for number, state in states.items()
         if isinstance(state, dict)
     }
 
 
+def _sketched(value: torch.Tensor) -> tuple[float, ...]:
+    value = value.coalesce().values() if value.is_sparse else value
+    sums = sketch(value, Signs.random(value.numel(), 0, value.device))
+    norm = torch.linalg.vector_norm(value if value.is_complex() else value.double())
+    return (*sums.tolist(), float(norm))
+
+
+def _are_alike(one: KeptEntries, other: KeptEntries) -> bool:
+    """Whether these are the same states, but for rounding: processors of several kinds round the
+    statistics of a factored optimizer in other ways."""
+    pairs = [(state, other.get(number, {})) for number, state in one.items()]
+    if one.keys() != other.keys() or any(a.keys() != b.keys() for a, b in pairs):
+        return False
+    return all(
+        len(own) == len(theirs)
+        and not any(abs(x - y) > NARROW * own[-1] for x, y in zip(own, theirs, strict=True))
+        for a, b in pairs
+        for own, theirs in ((a[key], b[key]) for key in a)
+    )
+
+
 def check_alike(
     session: AnySession,
     also: Mapping[str, KeepsState],
-    kept: Mapping[str, Sequence[str]],
+    kept: KeptEntries,
     group: dist.ProcessGroup,
 ) -> None:
     """Refuse to save the optimizer of rank 0 alone, where others keep what it does not. A
@@ -119,7 +142,7 @@ def check_alike(
     if any(_has_state_of(session.optimizer, keeper) for keeper in also.values()):
         return  # each rank saves its own
     first = broadcast_from_first(kept, group)
-    if any_of(kept != first, group):
+    if any_of(not _are_alike(kept, first), group):
         name = type(session.optimizer).__name__
         raise UsageError(
             f"{name} keeps other states on some ranks than on rank 0, as one that "
