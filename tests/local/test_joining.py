@@ -67,6 +67,23 @@ def test_a_newcomer_waits_for_a_round_of_any_length(
     assert found == [opened]
 
 
+def test_a_newcomer_waits_for_those_that_stand_still(
+    three: list[Rendezvous], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took them for dead, and the run for lost."""
+    view = joined(three[:2])
+    monkeypatch.setattr(rendezvous, "DEAD", 0.1)  # less than from beat to beat
+    found: list[View] = []
+    newcomer = threading.Thread(target=lambda: found.append(three[2].join(trained=False)))
+    newcomer.start()
+    while not three[2].island:
+        time.sleep(0.01)
+    newcomer.join(1)
+    opened = three[0].open(view.admitting(3))
+    newcomer.join()
+    assert found == [opened]
+
+
 def test_who_comes_after_the_end_is_told_so(three: list[Rendezvous]) -> None:
     joined(three[:2])
     three[0].end()

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from slipstream.errors import UsageError
 from slipstream.precision import half_weights
@@ -93,6 +94,28 @@ def test_an_optimizer_of_another_model_steps_as_it_likes() -> None:
         update(model, torch.optim.SGD(model.parameters(), lr=0.1))
         assert not torch.equal(model.last.weight, before)
         half.close()  # then the first one is free as well
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch's own
+def test_a_compiled_model_is_compiled_once() -> None:
+    """It was compiled anew for each batch, until torch gave it up."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    inner = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+    model = torch.compile(inner, backend=backend)
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+    half_weights(model, optimizer)
+    counts = []
+    for _ in range(4):
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(len(graphs))
+    assert counts == [1] * 4
 
 
 @needs_torch_2_12

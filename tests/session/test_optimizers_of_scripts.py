@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import SGD
 from torch.optim.lr_scheduler import MultiStepLR
 
@@ -280,3 +281,19 @@ def thrown_away(steps: bool) -> list[torch.Tensor]:
 def test_a_codec_forgets_a_batch_that_was_thrown_away(two: Ranks) -> None:
     for one, other in zip(two.run(thrown_away, True), two.run(thrown_away, False), strict=True):
         assert all(map(torch.equal, one, other))
+
+
+def saved_in_parts(folder: str) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1, momentum=0.9)
+    with slipstream.accelerate(model, optimizer) as session:
+        session.backward(session.model(torch.ones(1, 2)).sum())
+        session.step()
+        for save in (session.checkpoint, lambda: slipstream.Checkpoints(folder).save(session)):
+            with pytest.raises(UsageError, match=r"transport: sharded.*consolidate_state_dict"):
+                save()
+        assert session.checkpoint("model", "session")["session"]["steps"] == 1
+
+
+def test_an_optimizer_that_torch_deals_out_says_how_it_is_saved(two: Ranks, tmp_path: Path) -> None:
+    two.run(saved_in_parts, str(tmp_path))

@@ -325,7 +325,7 @@ class Checkpoints:
     def _start(self, session: AnySession) -> None:
         """Copy the state, and let a thread write it."""
         error: Exception | None = None
-        kept: contents.Kept = {}
+        kept: contents.KeptEntries = {}
         pieces: dict[str, torch.Tensor] = {}
         try:
             state, kept = contents.collected(session, self._also)

@@ -22,7 +22,7 @@ from slipstream.transport.consistency import any_of, broadcast_from_first
 AnySession = Session[Any, Any]
 BESIDE = "rank"
 """The part of a rank's state that ``session.checkpoint()`` does not have."""
-Kept = dict[str, dict[str, tuple[float, ...]]]
+KeptEntries = dict[str, dict[str, tuple[float, ...]]]
 """Names of what an optimizer keeps by parameter; with its sketch and its norm, where each rank may
 have a part of it."""
 
@@ -54,7 +54,9 @@ def check_places(session: AnySession, also: Mapping[str, KeepsState]) -> None:
             )
 
 
-def collected(session: AnySession, also: Mapping[str, KeepsState]) -> tuple[dict[str, Any], Kept]:
+def collected(
+    session: AnySession, also: Mapping[str, KeepsState]
+) -> tuple[dict[str, Any], KeptEntries]:
     """The state of this rank, and what its optimizer keeps by parameter, where that of rank 0 is
     saved for all. A collective.
 
@@ -75,7 +77,7 @@ def collected(session: AnySession, also: Mapping[str, KeepsState]) -> tuple[dict
         "workers": loader is not None and loader.workers_live_on,
         "place": place if "own" in place else None,
     }
-    kept: Kept = {}
+    kept: KeptEntries = {}
     if state["optimizer"]["ranks"] == 1:  # the first rank has the same
         states = state["optimizer"]["optimizer"].get("state", {})
         kept = _kept(session.optimizer, states)
@@ -84,7 +86,7 @@ def collected(session: AnySession, also: Mapping[str, KeepsState]) -> tuple[dict
     return state, kept
 
 
-def _kept(optimizer: torch.optim.Optimizer, states: Mapping[Any, Any]) -> Kept:
+def _kept(optimizer: torch.optim.Optimizer, states: Mapping[Any, Any]) -> KeptEntries:
     held = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
 
     def sketched(number: Any, value: object) -> tuple[float, ...]:
@@ -106,7 +108,7 @@ def _sketched(value: torch.Tensor) -> tuple[float, ...]:
     return (*sums.tolist(), float(norm))
 
 
-def _are_alike(one: Kept, other: Kept) -> bool:
+def _are_alike(one: KeptEntries, other: KeptEntries) -> bool:
     """Whether these are the same states, but for rounding: processors of several kinds round the
     statistics of a factored optimizer in other ways."""
     pairs = [(state, other.get(number, {})) for number, state in one.items()]
@@ -123,7 +125,7 @@ def _are_alike(one: Kept, other: Kept) -> bool:
 def check_alike(
     session: AnySession,
     also: Mapping[str, KeepsState],
-    kept: Kept,
+    kept: KeptEntries,
     group: dist.ProcessGroup,
 ) -> None:
     """Refuse to save the optimizer of rank 0 alone, where others keep what it does not. A

@@ -183,6 +183,7 @@ class Rendezvous:
                 self._store.set(f"trained/{self.island}", "yes")
             until = time.monotonic() + JOIN.total_seconds()
             beats: dict[int, tuple[bytes, float]] = {}
+            patience = max(DEAD, self._config.timeout)
             while not self._store.check([f"admitted/{self.island}"]):
                 asked = self._store.add("asked", 0)
                 over, view = self._store.check(["over"]), self._newest()
@@ -195,7 +196,10 @@ class Rendezvous:
                             + f"{gone} of them are gone, " * bool(gone)
                             + f"local.rendezvous.at_least is {self._config.at_least}"
                         )
-                elif self._all_dead(view, beats) and (trained or not over):
+                # others may be suspended, and a newcomer has nothing to go on with
+                elif self._all_dead(view, beats, DEAD if trained else patience) and (
+                    trained or not over
+                ):
                     if not trained:
                         raise ClusterError(
                             f"all islands at {self._config.store} are gone, with what they have "
@@ -216,15 +220,19 @@ class Rendezvous:
         """Open the first view, if enough are there and no island that came before is alive; how
         many are gone."""
         now = time.monotonic()
-        gone = [i for i in range(1, asked + 1) if i != self.island and self._is_dead(i, beats, now)]
+        gone = [
+            i
+            for i in range(1, asked + 1)
+            if i != self.island and self._is_dead(i, beats, now, DEAD)
+        ]
         first = all(island in gone for island in range(1, self.island))
         if first and asked - len(gone) >= self._config.at_least:
             self.open(View.first(asked, gone))
         return len(gone)
 
-    def _all_dead(self, view: View, beats: dict[int, tuple[bytes, float]]) -> bool:
+    def _all_dead(self, view: View, beats: dict[int, tuple[bytes, float]], silence: float) -> bool:
         now = time.monotonic()
-        return all(self._is_dead(island, beats, now) for island in view.islands)
+        return all(self._is_dead(island, beats, now, silence) for island in view.islands)
 
     def _newest(self) -> View | None:
         """The last view that was opened."""
@@ -301,12 +309,18 @@ class Rendezvous:
                     if not self._store.check([f"here/{view.number}/{island}"])
                 ]
                 now = time.monotonic()
-                if now > until or all(self._is_dead(island, beats, now) for island in absent):
+                if now > until or all(self._is_dead(island, beats, now, DEAD) for island in absent):
                     return self.open(view.without(absent))
                 time.sleep(LOOK)
             return self._view(view.number + 1)
 
-    def _is_dead(self, island: int, beats: dict[int, tuple[bytes, float]], now: float) -> bool:
+    def _is_dead(
+        self,
+        island: int,
+        beats: dict[int, tuple[bytes, float]],
+        now: float,
+        silence: float,
+    ) -> bool:
         if self._store.check([f"left/{island}"]):
             return True
         begun = self._store.check([f"beat/{island}"])  # else it has just asked, or died then
@@ -315,7 +329,7 @@ class Rendezvous:
         if beat != last:
             beats[island] = beat, now
             return False
-        return now - since > DEAD
+        return now - since > silence
 
     def group(self, view: View) -> dist.ProcessGroup | None:
         """Connect the islands of a view; None: it is alone.

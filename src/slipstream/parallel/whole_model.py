@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slipstream.errors import ModelError
+from slipstream.errors import ModelError, UsageError
 from slipstream.optim.shard_state import is_part
 from slipstream.strategy import Row
 
@@ -54,8 +54,23 @@ class WholeModel:
             raise ModelError(str(error)) from error
 
     def full_optimizer_state_dict(self) -> dict[str, Any]:
-        """``optimizer.state_dict()`` as of the whole model, on every rank."""
-        return self._optimizer.state_dict()
+        """``optimizer.state_dict()`` as of the whole model, on every rank.
+
+        Raises:
+            UsageError: each rank has a part, and torch gathers the whole on one alone.
+        """
+        try:
+            return self._optimizer.state_dict()
+        except RuntimeError as error:
+            if "has not been consolidated" not in str(error):
+                raise
+            raise UsageError(
+                f"{type(self._optimizer).__name__} keeps a part of its state on each rank, and a "
+                "checkpoint takes the whole from all of them; build its inner optimizer itself, "
+                "with gradients: {transport: sharded}, which deals the state out, too, and saves "
+                'it; or save session.checkpoint("model", "session"), and behind '
+                "optimizer.consolidate_state_dict(to=0) rank 0's optimizer.state_dict()"
+            ) from error
 
     def load_full_optimizer_state_dict(self, state: dict[str, Any]) -> None:
         """Load this rank's part of a state of the whole optimizer.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from slipstream.pytree import mapped
+from slipstream.pytree import LEAVES, mapped
 
 T = TypeVar("T")
 
@@ -32,5 +32,16 @@ def cast(value: T, dtype: torch.dtype) -> T:
         stays = tensor.dtype not in _CAST or (dtype.itemsize == 2 and not tensor.dim())
         return tensor if stays else tensor.to(dtype)
 
-    result: T = mapped(value, cast_one)
+    def leaf(item: Any) -> Any:
+        return cast_one(item) if isinstance(item, torch.Tensor) else item
+
+    found: Any = value
+    # Most arguments. Of what follows torch.compile makes another graph for each tuple, by its id.
+    if type(found) is tuple and all(isinstance(item, LEAVES) for item in found):
+        found = tuple(map(leaf, found))
+    elif type(found) is dict and all(isinstance(item, LEAVES) for item in found.values()):
+        found = {name: leaf(item) for name, item in found.items()}
+    else:
+        found = mapped(found, cast_one)
+    result: T = found
     return result
