@@ -21,17 +21,15 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.main import get_command
 
 import slipstream
 from slipstream.cli import main
 from tests.harness.ranks import free_port
 
-kubeflow = pytest.importorskip("kubeflow.trainer", reason="needs pip install 'slipstream[cluster]'")
-
-from kubeflow.trainer import CustomTrainer, LocalProcessBackendConfig, TrainerClient  # noqa: E402
-from kubeflow_trainer_api import models  # noqa: E402
-from kubernetes.client import ApiClient  # noqa: E402
-from typer.main import get_command  # noqa: E402
+# The SDK is imported where it is used: it takes a second, and every worker collects this file.
+if not importlib.util.find_spec("kubeflow"):
+    pytest.skip("needs pip install 'slipstream[cluster]'", allow_module_level=True)
 
 FOLDER = Path(__file__).parents[2] / "examples/cluster/kubernetes"
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -54,6 +52,9 @@ class Answer:
 
 def understood(document: dict[str, Any]) -> dict[str, Any]:
     """What is left of a document when its classes have read it: they drop what they do not know."""
+    from kubeflow_trainer_api import models
+    from kubernetes.client import ApiClient
+
     kind = document["kind"]
     if kind in KUBERNETES:
         client = ApiClient()
@@ -198,6 +199,7 @@ def function() -> Any:
 @pytest.mark.process
 @pytest.mark.timeout(600)
 def test_kubeflow_trains_on_two_ranks_of_this_machine(tmp_path: Path, monkeypatch) -> None:
+    kubeflow = pytest.importorskip("kubeflow.trainer")  # it hides the warnings of the import
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     torch_of_this_environment(tmp_path)
@@ -209,8 +211,8 @@ def test_kubeflow_trains_on_two_ranks_of_this_machine(tmp_path: Path, monkeypatc
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
-    client = TrainerClient(backend_config=LocalProcessBackendConfig())
-    trainer = CustomTrainer(func=function(), packages_to_install=["torch"], env=env)
+    client = kubeflow.TrainerClient(backend_config=kubeflow.LocalProcessBackendConfig())
+    trainer = kubeflow.CustomTrainer(func=function(), packages_to_install=["torch"], env=env)
     job = client.train(runtime="torch-distributed", trainer=trainer)
     ended = client.wait_for_job_status(
         job, status={"Complete", "Failed"}, timeout=500, polling_interval=1
