@@ -8,5 +8,5 @@ from __future__ import annotations
 
 import gc
 
-gc.collect()
 gc.freeze()
+gc.enable()

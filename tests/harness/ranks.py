@@ -29,9 +29,10 @@ import pytest
 from tests.harness.marks import RANKS_RUN
 
 context = multiprocessing.get_context("forkserver")
-# A rank is a fork of a server that has imported all this once (7 s of CPU), not a new interpreter.
+# A rank is a fork of a server that has imported all this once (4 s of CPU), not a new interpreter.
 context.set_forkserver_preload(
     [
+        "tests.harness.uncollected",  # the first
         "torch",
         "torch.distributed",
         "torch._dynamo",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -37,6 +38,11 @@ def _stop_on_one() -> None:
 
 def _hang() -> None:
     time.sleep(60)
+
+
+def test_ranks_collect_garbage(two: Ranks) -> None:
+    """The server of which they are forks does not while it imports."""
+    assert two.run(gc.isenabled, connect=False) == [True, True]
 
 
 def test_values_come_back_by_rank(two):
