@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 import slipstream
 from slipstream.errors import ProofError, UsageError
+from slipstream.tuner import online_search
 from tests.checks.seeded import FAULTS, Made, Outcome, is_found, seeded
 from tests.harness.models import Dealt, Sliced
 from tests.harness.ranks import RankFailure
@@ -298,7 +300,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def trains_well(strategy: dict[str, Any], updates: int) -> int:
-    with opened({**strategy, "checks": {"every": 1, "replay": True}}) as session:
+    with (
+        patch.object(online_search, "CALIBRATION_SECONDS", 0.2),
+        opened({**strategy, "checks": {"every": 1, "replay": True}}) as session,
+    ):
         for step in range(updates):
             update(session, step)
             if step + 1 == updates // 2:

@@ -51,6 +51,7 @@ def trained(
 ) -> tuple[Tensor, dict[str, Any], str]:
     """This rank's parameters, its ``local`` as chosen, and the report; ``half`` of it restored."""
     with pytest.MonkeyPatch.context() as patch:  # a rank runs other tests afterwards
+        patch.setattr(local_search, "CALIBRATION_SECONDS", 0.5)
         if rate is not None:
             on_a_link_of(rate, patch)
         return run(
