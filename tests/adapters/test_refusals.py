@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from slipstream.adapters.opening import open_session
-from slipstream.errors import UsageError
+from slipstream.errors import ModelError, UsageError
 from tests.adapters.habits.accelerate_script import Script as AccelerateScript, hf
 from tests.adapters.habits.habit import Given
 from tests.adapters.habits.lightning import trained
@@ -68,6 +68,14 @@ def test_what_would_go_wrong_later_is_refused(strategy: Any, named: Any, words: 
     model = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
     with pytest.raises(UsageError, match=words):
         open_session(model, torch.optim.SGD(model.parameters()), strategy, **SCALED | named)
+
+
+def test_parameters_of_a_loss_are_refused_with_what_to_do_in_a_framework() -> None:
+    model, loss = nn.Linear(2, 1), nn.Linear(1, 3)
+    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()])
+    with pytest.raises(ModelError, match="not in the model") as raised:
+        open_session(model, optimizer, {}, precision=None, **SCALED | {"scaler": None})
+    assert "model.head = loss.classifier" in raised.value.__notes__[0]
 
 
 def saved_after_fit(strategy: Any, folder: Path) -> list[str]:

@@ -310,7 +310,20 @@ def test_ranks_that_run_out_of_batches_update_their_shares(two: Ranks) -> None:
     assert set(two.run(with_uneven_loader, "sharded")) == set(two.run(with_uneven_loader, "direct"))
 
 
+def lamb_of_another_package(parameters: Any) -> torch.optim.Optimizer:
+    kind = type("Lamb", (torch.optim.SGD,), {"__module__": "timm.optim.lamb"})
+    made: torch.optim.Optimizer = kind(parameters)
+    return made
+
+
 REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
+    "optimizer of a known name": (
+        build,
+        lamb_of_another_package,
+        {},
+        ModelError,
+        r"optimizer timm\.optim\.lamb\.Lamb, which slipstream does not know",
+    ),
     "optimizer": (
         build,
         lambda p: torch.optim.LBFGS(p),

@@ -66,11 +66,27 @@ def open_session(
                 "precision in the strategy with several models, which the script calls one by one: "
                 f"leave it out, and let {framework} choose the precision: mixed_precision='bf16'"
             )
-    session = accelerate(model, optimizer, strategy=strategy)
+    try:
+        session = accelerate(model, optimizer, strategy=strategy)
+    except ModelError as error:
+        if _holds_others(optimizer, model):
+            error.add_note(
+                f"under {framework}: where they are those of a loss, make its module a part of the "
+                "model before the trainer is made: model.head = loss.classifier (of a "
+                "SentenceTransformer, which runs its parts in turn: model[0].head), or prepare() "
+                "it beside the model, where the script does; freeze what is not to train, as the "
+                "guide of a loss: guide.requires_grad_(False)"
+            )
+        raise
     codec = None if scaler is None else precision
     own = {"gradients.accumulate": accumulation, "precision": precision, OWING_CODEC: codec}
     session.loop_is_of(Framework(framework, {key: name for key, name in own.items() if name}))
     return session
+
+
+def _holds_others(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    own = {id(p) for p in model.parameters()}
+    return any(id(p) not in own for group in optimizer.param_groups for p in group["params"])
 
 
 def _problems(

@@ -16,7 +16,7 @@ from slipstream.errors import ModelError
 from slipstream.fusion.memory_in_common import PLAIN, MemoryInCommon
 from slipstream.fusion.small_parameters import SmallParameters, gradient_of
 from slipstream.fusion.stand_in import PreparedStep, StandIn
-from slipstream.optim.elementwise import COUNTERS, ELEMENTWISE, is_elementwise
+from slipstream.optim.elementwise import COUNTERS, ELEMENTWISE, distinct_name, is_elementwise
 from slipstream.optim.layerwise import Layerwise, ParamGroup
 from slipstream.optim.memory_order import laid_like, lies_like
 from slipstream.strategy import Row
@@ -331,7 +331,7 @@ def check_fusible(optimizer: Optimizer, *, elementwise: bool = False) -> str:
         return BY_BLOCK
     names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
     raise ModelError(
-        f"the optimizer {type(optimizer).__name__} cannot be fused: slipstream does not know that "
+        f"the optimizer {distinct_name(optimizer)} cannot be fused: slipstream does not know that "
         f"it treats every value on its own; allowed: {names}, Lars, Lamb; if yours does, say so by "
         "compute: {fuse_optimizer: elementwise}, else leave fuse_optimizer out"
     )

@@ -77,7 +77,8 @@ def modes_kept(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
             raise UsageError(
                 f"{name}.eval() or train() was called inside session.evaluating(), after which all "
                 "parameters are as before, and no longer those of its mode: call optimizer.eval() "
-                "before the with block, and train() after it"
+                "before the with block, and train() after it (in a LightningModule in "
+                "on_validation_model_eval() and on_validation_model_train())"
             )
 
 

@@ -26,6 +26,21 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return type(optimizer) in ELEMENTWISE
 
 
+def distinct_name(optimizer: Optimizer) -> str:
+    """Name of the optimizer's class; with its module where another package's has the name of one
+    that is known.
+
+    Example:
+        >>> class Lamb(torch.optim.SGD):
+        ...     __module__ = "timm.optim.lamb"
+        >>> distinct_name(Lamb([torch.zeros(1)]))
+        'timm.optim.lamb.Lamb'
+    """
+    kind = type(optimizer)
+    known = {"Lars", "Lamb", *(each.__name__ for each in ELEMENTWISE)}
+    return f"{kind.__module__}.{kind.__qualname__}" if kind.__name__ in known else kind.__name__
+
+
 def acts_elsewhere(optimizer: object) -> str | None:
     """Say how an optimizer changes parameters outside of its own ``step()``, where hooks of the
     step cannot exchange their data; None: it does not, as far as one can see.

@@ -10,7 +10,12 @@ from torch import nn
 from slipstream.codecs.compressor import is_dense
 from slipstream.errors import ModelError, SlipstreamError, StrategyError
 from slipstream.gradients.segments import NamedParameter, parameters_of
-from slipstream.optim.elementwise import ELEMENTWISE, acts_elsewhere, is_elementwise
+from slipstream.optim.elementwise import (
+    ELEMENTWISE,
+    acts_elsewhere,
+    distinct_name,
+    is_elementwise,
+)
 from slipstream.optim.layerwise import Layerwise
 from slipstream.strategy import HalfWeightsConfig, ShardedConfig, Strategy
 
@@ -46,7 +51,7 @@ def check_sharded(
     if not known and not config.elementwise:
         names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise ModelError(
-            f"gradients.transport sharded with the optimizer {type(optimizer).__name__}, which "
+            f"gradients.transport sharded with the optimizer {distinct_name(optimizer)}, which "
             f"slipstream does not know to treat every value on its own; allowed: {names}, Lars, "
             "Lamb; if yours does, write gradients: {transport: {kind: sharded, elementwise: true}}"
             f", else {_FIX}"
