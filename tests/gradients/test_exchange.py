@@ -45,10 +45,12 @@ def what_travels(name: str, split: object) -> None:
 
     assert backward(0) == []
     backward(1)  # the ready order is agreed
+    assert backward(2) == []
+    backward(3)  # parameters are compared
     trained = [p for p in model.parameters() if p.requires_grad]
     segments = session.segments
     assert sum(s.num_bytes for s in segments) == sum(p.nbytes for p in trained)
-    for micro in (2, 4):
+    for micro in (4, 6):
         assert backward(micro) == []
         log = backward(micro + 1)
         assert all(collective.work is not None for collective in log)
@@ -57,7 +59,7 @@ def what_travels(name: str, split: object) -> None:
         assert sum(reduced) == sum(p.nbytes + p.element_size() for p in trained)
         assert len(log) == len(reduced) + any(True for _ in model.buffers())
     with session.no_sync():
-        assert backward(6) == []
+        assert backward(8) == []
     session.close()
 
 
@@ -73,7 +75,7 @@ def reduce_resnet50() -> tuple[int, int]:
 
     model = models.resnet50()
     with accelerate(model, split={"kind": "by_bytes", "megabytes": 16}) as session:
-        for _ in range(2):
+        for _ in range(3):  # behind the second exchange ranks compare parameters
             with collectives() as log:
                 session.backward(model(torch.randn(2, 3, 32, 32)).logits.square().mean())
             session.step()
@@ -105,8 +107,9 @@ def halt_backward(overlap: bool) -> dict[str, Any]:
     first, last = nn.Linear(5, 7), nn.Linear(7, 3)
     seen: dict[str, Any] = {}
     with accelerate(nn.Sequential(first, last), split="per_layer", overlap=overlap) as session:
-        session.backward(last(first(torch.ones(2, 5))).mean())
-        session.step()
+        for _ in range(2):
+            session.backward(last(first(torch.ones(2, 5))).mean())
+            session.step()
         with collectives() as log:
 
             def halt() -> None:
@@ -155,7 +158,7 @@ def ready_and_sent(step: int) -> tuple[list[str], list[int], list[int]]:
 
 
 def test_segments_leave_in_one_order_on_all_ranks(two):
-    for step in (1, 2):
+    for step in (2, 3):
         (ready_0, *sent_0), (ready_1, *sent_1) = two.run(ready_and_sent, step)
         assert sorted(ready_0) == sorted(ready_1)
         assert ready_0 != ready_1  # else the test shows nothing
