@@ -6,7 +6,7 @@ A layout is immutable: a graph is recomputed by the layout with which its forwar
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -143,7 +143,8 @@ class RegionLayout:
         contexts.append((rng.record(), rng))
         if region not in self._looked_at:  # once: what a forward does, it does each time
             self._looked_at.add(region)
-            contexts.append((nullcontext(), WrittenParameters(modules)))
+            written = WrittenParameters(modules)
+            contexts.append((written.record(), written))
         if self.keep:
             contexts.append(selective.contexts(self.keep))
         first, recomputation = zip(*contexts, strict=True)

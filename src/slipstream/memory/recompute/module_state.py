@@ -22,6 +22,9 @@ SMALL = 2**20
 """Bytes of a tensor in an attribute up to which a copy of it is kept: forward may change it."""
 _FEW = 64
 """Values of a parameter that are compared, at most."""
+_LESS = 0.1
+"""Part of its first move by which a parameter that is normalised may move again: some divide by
+norms to which they add a little."""
 _DEPTH = 3
 """Containers in containers that are looked into for what a block writes into an object."""
 
@@ -156,27 +159,35 @@ class StateReplay:
 
 
 class WrittenParameters:
-    """A context for a recomputation, of which a run must leave parameters as they are.
+    """A context for a recomputation, of which a run must leave parameters as they are; `record`
+    wraps the first run.
 
-    A forward that normalises weights, or masks them, writes the same again; one that moves an
-    average has moved it twice, and computed something else in between. A few values of each
-    parameter are compared, as autograd is not told of what is written through ``.data``.
+    A forward that normalises weights, or masks them, writes nearly the same again, however much it
+    moved them at first; one that moves an average moves it about as far once more, and computes
+    something else in between. A few values of each parameter are compared, as autograd is not told
+    of what is written through ``.data``.
 
     Raises:
-        UsageError: on exit, names a parameter that has changed by more than rounding.
+        UsageError: on exit, names a parameter that has changed again.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._before: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        self._before: list[_Looked] = []
+        self._moved: dict[tuple[nn.Module, str], float] = {}  # by the first run, at most
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Wrap the first run, and see how far that moves them."""
+        before = self._look()
+        yield
+        for module, name, parameter, values in before:
+            now = _few_values(parameter)
+            if now.shape == values.shape != (0,):
+                self._moved[module, name] = float((now - values).abs().max())
 
     def __enter__(self) -> None:
-        self._before = [
-            (module, name, p, _few_values(p))
-            for module in modules_in(self._modules)
-            for name, p in module._parameters.items()
-            if p is not None and type(p.data) is Tensor and p.layout is torch.strided
-        ]
+        self._before = self._look()
 
     def __exit__(self, *_: object) -> None:
         before, self._before = self._before, []
@@ -185,13 +196,32 @@ class WrittenParameters:
             exact = not (parameter.is_floating_point() or parameter.is_complex())
             rounding = 0 if exact else max(2 * torch.finfo(parameter.dtype).eps, 1e-5)
             size = values.abs().max() if len(values) else 0  # centred weights are near 0, some
-            if bool(((now - values).abs() > rounding * size).any()):
+            less = _LESS * self._moved.get((module, name), 0.0)
+            if bool(((now - values).abs() > rounding * size + less).any()):
                 raise UsageError(
                     f"memory.recompute: the forward of a {type(module).__name__} changes its "
                     f"parameter {name}, of shape {list(parameter.shape)}, and has changed it once "
                     "more in backward; what forward moves on belongs in a buffer: "
-                    f"self.register_buffer({name!r}, ...)"
+                    f"self.register_buffer({name!r}, ...); values for the time of a forward, as "
+                    "quantized weights, belong beside the parameter, which would not get its own "
+                    "back where a recomputation ends early: functional.linear(x, quantized)"
                 )
+
+    def _look(self) -> list[_Looked]:
+        return [
+            _Looked(module, name, p, _few_values(p))
+            for module in modules_in(self._modules)
+            for name, p in module._parameters.items()
+            if p is not None and type(p.data) is Tensor and p.layout is torch.strided
+        ]
+
+
+class _Looked(NamedTuple):
+    module: nn.Module
+    name: str
+    parameter: Tensor
+    values: Tensor
+    """A few, as they were."""
 
 
 def _few_values(parameter: Tensor) -> Tensor:
