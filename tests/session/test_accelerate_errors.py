@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -635,3 +639,100 @@ def test_values_that_ranks_have_apart_after_the_first_update_are_a_warning(
 
 def test_one_process_has_nothing_to_compare() -> None:
     assert trained_apart("first batch", None)[0] == []
+
+
+def exchanges_elsewhere(strategy: object) -> float:
+    """One rank exchanges in backward(), the other in step(), or in flush(): as often together."""
+    rank = dist.get_rank()
+    model = small()
+    with slipstream.accelerate(model, sgd(model), strategy=strategy) as session:
+        for _ in range(4 - (rank if strategy else 0)):
+            with session.no_sync() if rank and not strategy else nullcontext():
+                session.backward(model(torch.full((2, 4), 1.0 + rank)).square().mean())
+            session.step()
+        if rank:
+            session.flush()
+    return float(sum(p.detach().sum() for p in model.parameters()))
+
+
+@pytest.mark.parametrize("strategy", [None, {"gradients": {"accumulate": 2}}], ids=str)
+def test_ranks_may_exchange_in_other_verbs(two: Ranks, strategy: object) -> None:
+    """One of them compared parameters, and the other did not."""
+    one, other = two.run(exchanges_elsewhere, strategy, timeout=60)
+    assert one == pytest.approx(other)
+
+
+def beside(habit: str) -> list[str]:
+    """What is said beside optimizers of others."""
+    rank = dist.get_rank()
+    model, other = small(dtype=torch.bfloat16 if habit == "rounds" else torch.float32), small()
+    kept: list[weakref.ref[nn.Module]] = []
+    optimizer: torch.optim.Optimizer | None = None
+    if habit == "FSDP2":
+        fully_shard(other)
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    elif habit == "ZeRO":
+        other = DistributedDataParallel(other)
+        optimizer = ZeroRedundancyOptimizer(other.parameters(), torch.optim.SGD, lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with slipstream.accelerate(model, sgd(model)) as session:
+            if habit == "forward_backward" and rank == 0:
+                model[1].weight.data.add_(1)  # type: ignore[index,union-attr]
+            for _ in range(3):
+                x = torch.full((2, 4), 1.0 + rank, dtype=next(model.parameters()).dtype)
+                session.forward_backward(lambda y, _: y.float().square().mean(), (x,))
+                session.step()
+                if habit == "rounds" and rank:  # as a processor of another kind
+                    for p in model.parameters():
+                        p.data.copy_(torch.nextafter(p.data, torch.full_like(p, 9.0)))
+                if habit == "inner loop":
+                    of_task = nn.Linear(4, 1)
+                    inner = torch.optim.SGD(of_task.parameters(), lr=0.1)
+                    of_task(x).sum().backward()
+                    inner.step()
+                    kept.append(weakref.ref(of_task.weight))
+                    del of_task, inner
+                    gc.collect()
+                    assert all(one() is None for one in kept)
+                if optimizer is not None:
+                    other(x).sum().backward()
+                    optimizer.step()
+    assert all(one.filename == __file__ for one in caught)
+    return [str(one.message) for one in caught if "different values" in str(one.message)]
+
+
+@pytest.mark.parametrize(
+    ("habit", "said"),
+    [
+        ("forward_backward", 1),
+        ("rounds", 0),
+        ("inner loop", 0),
+        ("FSDP2", 0),
+        ("ZeRO", 0),
+    ],
+)
+def test_optimizers_of_others_are_left_alone(two: Ranks, habit: str, said: int) -> None:
+    first, others = two.run(beside, habit)
+    assert len(first) == said, first
+    assert not others
+
+
+def test_the_remedy_for_a_temperature_works_as_it_is_written(two: Ranks) -> None:
+    assert two.run(remedied) == [[], []]
+
+
+def remedied() -> list[str]:
+    model = small()
+    model.temperature = nn.Parameter(torch.zeros(()))  # type: ignore[assignment]
+    *others, temperature = sorted(model.parameters(), key=lambda p: -p.dim())
+    own = torch.optim.SGD([temperature], lr=1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with slipstream.accelerate(model, torch.optim.SGD(others, lr=0.1)) as session:
+            for _ in range(3):
+                y = model(torch.full((2, 4), 1.0 + session.rank))
+                session.backward((y * temperature.exp()).square().mean())
+                own.step()
+                session.step()
+    return [str(one.message) for one in caught]

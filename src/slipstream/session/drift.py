@@ -7,8 +7,9 @@ the run; here a few values of each parameter are compared once, beyond what roun
 
 [Note: When ranks compare]
 Each looks at its values where its first update ends, when a script has put back what it had moved
-for a pass (SAM), and shows them behind the next backward pass that exchanges, which all ranks have
-in common. One that has made no update by then shows none.
+for a pass (SAM), and shows them behind the next exchange of gradients, which all ranks have in
+common, though some may be in ``backward()`` and others in ``step()`` or ``flush()``. One that has
+made no update by then shows none.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,11 +27,14 @@ from slipstream.transport.consistency import collective_errors, maximum
 
 _VALUES = 64
 """Values of a parameter that are compared, at most."""
-_PASSES = 8
-"""Backward passes within which that must have happened."""
+_EXCHANGES = 8
+"""Exchanges of gradients within which that must have happened."""
 _ROUNDING = 1e-5
-"""Differences that count as rounding, of hosts that are not alike, in parts of the values."""
+"""Differences that count as rounding, of hosts that are not alike, in parts of the values; those of
+16 bits may differ by their last bit."""
 _NONE = -math.inf
+_Sum = tuple[float, float]
+"""Of a few values, and of what they may differ by."""
 
 
 class FirstDrift:
@@ -42,9 +47,10 @@ class FirstDrift:
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
         self._parameters, self._group = parameters, group
-        self._passes = 0
-        self._sums: list[tuple[float, float]] | None = None  # of each parameter
-        self._others: dict[torch.optim.Optimizer, tuple[float, float]] = {}
+        self._exchanges = 0
+        self._sums: list[_Sum] | None = None  # of each parameter
+        # weak: those of an inner loop go with it, and with what they step
+        self._others: WeakKeyDictionary[torch.optim.Optimizer, _Sum] = WeakKeyDictionary()
 
     def updated(self, *, sharded: bool) -> None:
         """Look at the values of the first update; ``sharded``: all ranks get those of owners."""
@@ -55,22 +61,26 @@ class FirstDrift:
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at what another optimizer has stepped, if that is no part of any model that a
         session trains: a temperature, the classes of a loss."""
-        if not self._passes or optimizer in self._others:
+        if not self._exchanges or optimizer in self._others:
             return
         ours = {p for module in ACCELERATED for p in module.parameters(recurse=False)}
-        held = [p for group in optimizer.param_groups for p in group["params"] if p not in ours]
+        held = [p for p in _held(optimizer) if p not in ours and _has_values(p)]
         if held:
             one_each = _sums(held)
+            within = {*held}
+            for inner in self._others:  # of one around it, which may give each rank a part
+                if within.issuperset(_held(inner)):
+                    self._others[inner] = (0.0, 0.0)
             self._others[optimizer] = sum(s for s, _ in one_each), sum(a for _, a in one_each)
 
     def compare(self) -> bool:
-        """Compare what was looked at, where a pass that exchanges ends; whether that was all.
+        """Compare what was looked at, where an exchange ends; whether that was all.
 
         Raises:
             ExchangeError: another rank is gone.
         """
-        self._passes += 1
-        if self._passes == 1:
+        self._exchanges += 1
+        if self._exchanges == 1:
             return False
         others = [*self._others.values()]
         other = (sum(s for s, _ in others), sum(a for _, a in others)) if others else (_NONE, 0.0)
@@ -80,11 +90,11 @@ class FirstDrift:
         both = torch.stack([sums, torch.where(seen, -sums, sums)])
         with collective_errors("the comparison of the parameters"):
             most, least = maximum(both, self._group)
-        if not (most[:-1] > _NONE).any() and self._passes < _PASSES:
+        if not (most[:-1] > _NONE).any() and self._exchanges < _EXCHANGES:
             return False
         if dist.get_rank(self._group) == 0:
-            size = torch.tensor([a for _, a in mine], dtype=torch.float64)
-            self._warn((seen & (most + least > _ROUNDING * size)).tolist())
+            rounding = torch.tensor([a for _, a in mine], dtype=torch.float64)
+            self._warn((seen & (most + least > rounding)).tolist())
         return True
 
     def _warn(self, apart: list[bool]) -> None:
@@ -100,31 +110,44 @@ class FirstDrift:
                 "accelerate(); load weights before it, too, or on all ranks; noise that an "
                 "optimizer draws, and gradients that the script computes by itself, must be the "
                 "same on all ranks",
-                stacklevel=6,
+                stacklevel=7,
             )
         if outside:
-            steps = ", ".join(type(optimizer).__name__ for optimizer in self._others)
+            steps = ", ".join(sorted({type(optimizer).__name__ for optimizer in self._others}))
             warnings.warn(
                 f"after the first update ranks have different values of what {steps} steps, which "
                 "is in no model of a session: its gradients are never averaged. Unless each rank "
                 "is to have its own, put it into the model (model.temperature = nn.Parameter(...), "
                 "nn.ModuleList([model, loss])), whose gradients session.backward() averages; its "
-                "optimizer may stay",
-                stacklevel=6,
+                "optimizer may stay, and steps before session.step()",
+                stacklevel=7,
             )
 
 
-def _sums(parameters: Iterable[torch.Tensor]) -> list[tuple[float, float]]:
-    """Add up a few values of each, weighted by place, and their sizes."""
+def _held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _has_values(parameter: torch.Tensor) -> bool:
+    """Whether it has plain values here: no part of a ``DTensor``, which each rank has apart."""
+    plain = type(parameter.data) is torch.Tensor and parameter.layout is torch.strided
+    return plain and not parameter.is_meta
+
+
+def _sums(parameters: Iterable[torch.Tensor]) -> list[_Sum]:
+    """Add up a few values of each, weighted by place, and what these may differ by."""
     found = []
     for parameter in parameters:
-        values = parameter.detach()
+        values = parameter.detach().resolve_conj()
         values = torch.view_as_real(values) if values.is_complex() else values
         flat = values.reshape(-1)
         some = flat[:: max(1, len(flat) // _VALUES)][:_VALUES].double()
         places = torch.arange(1, len(some) + 1, dtype=some.dtype, device=some.device)
         weighted = some * places
-        found.append(torch.stack([weighted.sum(), weighted.abs().sum()]))
+        eps = torch.finfo(values.dtype).eps if values.is_floating_point() else 0.0
+        rounding = max(eps, _ROUNDING) * weighted.abs().sum()
+        found.append(torch.stack([weighted.sum(), rounding]))
     if not found:
         return []
-    return [(one, size) for one, size in torch.stack([f.cpu() for f in found]).tolist()]
+    on = found[0].device  # one wait for it, not one for each
+    return [(one, by) for one, by in torch.stack([f.to(on) for f in found]).tolist()]

@@ -223,9 +223,8 @@ class TrainingLoop:
             began = time.perf_counter()
             self.engine.end()
             self.progress.waited += time.perf_counter() - began
-            if exchange and updates.drift is not None and updates.drift.compare():
-                updates.drift = None
             if exchange:
+                updates.exchanged()
                 updates.nonfinite.show()
             if exchange and updates.without_batch:
                 self._zero()
@@ -328,6 +327,7 @@ class TrainingLoop:
         self.engine.begin(exchange=True, scale=self.window.scale, loss_scale=self.window.loss_scale)
         try:
             self.engine.end()
+            self.updates.exchanged()
         except BaseException as error:
             self.engine.abort(error)
             raise

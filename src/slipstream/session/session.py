@@ -135,9 +135,7 @@ class Session(Generic[M, O]):
                 follow.
         """
         self._must_be_open("backward")
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            seen = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss)
-            raise UsageError(f"backward() takes a loss of one element, not {seen}; use loss.mean()")
+        _check_loss(loss)
         if self._loop.whole.pipeline is not None:
             raise UsageError(
                 "backward() of a model that is cut into stages; call "
@@ -201,7 +199,10 @@ class Session(Generic[M, O]):
                     pipeline, loss_fn, args, kwargs or {}, target, loss_scale=loss_scale
                 )
         loss = loss_fn(self.model(*args, **(kwargs or {})), target)
-        self.backward(loss * loss_scale if loss_scale != 1.0 else loss, loss_scale=loss_scale)
+        _check_loss(loss)
+        scaled = loss * loss_scale if loss_scale != 1.0 else loss
+        with self._loop.running():  # not by `backward`: warnings are of the line of the script
+            self._loop.backward(scaled, retain_graph=False, loss_scale=loss_scale)
         return loss.detach()
 
     def step(self) -> bool:
@@ -566,3 +567,9 @@ class Session(Generic[M, O]):
             raise UsageError(
                 f"{verb}() after close(); call slipstream.accelerate() again for a new session"
             )
+
+
+def _check_loss(loss: object) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        seen = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss)
+        raise UsageError(f"backward() takes a loss of one element, not {seen}; use loss.mean()")

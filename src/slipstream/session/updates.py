@@ -82,6 +82,11 @@ class ModelUpdates:
         self._looked = False  # at averages that no update has used, of a graph that stayed
         self._emptied = False  # by the script, before the step that begins
 
+    def exchanged(self) -> None:
+        """Compare ranks after their first update, where an exchange of gradients ends."""
+        if self.drift is not None and self.drift.compare():
+            self.drift = None
+
     def check_whole(self) -> None:
         """Refuse to go on where this rank may be out of step with others.
 
