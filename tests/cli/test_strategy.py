@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import partial
+from threading import Event, Thread
 
 import pytest
 
@@ -45,12 +47,38 @@ def test_check(tmp_path):
         _run("check", str(file))
 
 
+def test_a_strategy_may_come_through_a_pipe(tmp_path):
+    """It was opened twice, and nobody wrote to it the second time."""
+    path = tmp_path / "strategy.yaml"
+    os.mkfifo(path)
+
+    is_read = Event()
+
+    def write():
+        path.write_text("gradients: {accumulate: 3}")
+        while not is_read.is_set():  # for who opens it again
+            path.write_text("")
+
+    writer = Thread(target=write)
+    writer.start()
+    try:
+        strategy = Strategy.load(path)
+    finally:
+        is_read.set()
+        end = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        writer.join()
+        os.close(end)
+    assert strategy.gradients.accumulate == 3
+
+
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_a_trace_is_no_strategy(tmp_path, name):
     file = tmp_path / name
     chrome.write(by_hand(), file)
     with pytest.raises(StrategyError, match=r"this is a trace [^\n]*; slipstream trace summary"):
         _run("check", str(file))
+    with pytest.raises(StrategyError):  # no file may have such a name
+        _run("check", "x" * 300 + name)
 
 
 @pytest.mark.parametrize("command", ["show", "presets", "schema", "check"])

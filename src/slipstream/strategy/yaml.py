@@ -49,11 +49,14 @@ def _parsed(parse: Callable[[str], object], text: str) -> object:
 
 
 def _is_trace(path: Path) -> bool:
-    """Whether it looks like one, which is longer than any strategy is read."""
-    if path.name.lower().endswith(".json.gz"):
-        return path.is_file()
-    with suppress(OSError, ValueError), path.open("rb") as file:
-        return file.read(64).lstrip().startswith(b'{"traceEvents"')
+    """Whether it looks like one, which is longer than any strategy is read. A pipe is none: what is
+    read of it is gone."""
+    with suppress(OSError, ValueError):
+        if path.is_file() and path.name.lower().endswith(".json.gz"):
+            return True
+        if path.is_file():
+            with path.open("rb") as file:
+                return file.read(64).lstrip().startswith(b'{"traceEvents"')
     return False
 
 
