@@ -319,10 +319,6 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: FullyShardedDataParallel(small(), device_id=torch.device("cpu")),
         r"module \(the model\) is wrapped in FullyShardedDataParallel",
     ),
-    "DDP, but for a buffer": (
-        lambda: own_statistics("1.running_mean"),
-        r"leave buffer 1\.running_mean alone.*plain attribute",
-    ),
     "DDP, but for the head": (left_alone, r"told to leave 1\.weight alone.*optimizer of its own"),
 }
 """Models that others have parallelised."""
@@ -339,9 +335,21 @@ def test_a_model_that_another_has_parallelised_is_refused(two: Ranks, name: str)
     two.run(parallelised, name)
 
 
-def test_a_mask_that_ddp_leaves_alone_is_no_matter() -> None:
-    """As in scripts for GPT-2, to send less."""
-    accelerate_and_close(own_statistics("mask"))
+def said_of_own_statistics(ignored: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerate_and_close(own_statistics(ignored))
+    return [str(one.message) for one in caught]
+
+
+def test_buffers_that_ddp_leaves_alone_are_a_warning_unless_they_are_masks(two: Ranks) -> None:
+    """Most often they are constants of a frozen part, left alone to send less."""
+    (said,), others = two.run(said_of_own_statistics, "1.running_mean")
+    assert "leave buffer 1.running_mean alone" in said
+    assert "plain attribute" in said
+    assert not others
+    assert two.run(said_of_own_statistics, "mask") == [[], []]
+    assert said_of_own_statistics("1.running_mean") == []
 
 
 # What one rank alone does wrong, or differently.
@@ -662,10 +670,21 @@ def test_ranks_may_exchange_in_other_verbs(two: Ranks, strategy: object) -> None
     assert one == pytest.approx(other)
 
 
+class RoundsUp(torch.optim.SGD):
+    """As a processor of another kind may, on all ranks but the first."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for p in self.param_groups[0]["params"] if dist.get_rank() else ():
+            p.data.copy_(torch.nextafter(p.data, torch.full_like(p, 9.0)))
+
+
 def beside(habit: str) -> list[str]:
-    """What is said beside optimizers of others."""
+    """What is said beside optimizers of others, and of processors of several kinds."""
     rank = dist.get_rank()
-    model, other = small(dtype=torch.bfloat16 if habit == "rounds" else torch.float32), small()
+    rounds = habit == "rounds"
+    model, other = small(dtype=torch.bfloat16 if rounds else torch.float32), small()
+    own = RoundsUp(model.parameters(), lr=0.1) if rounds else sgd(model)
     kept: list[weakref.ref[nn.Module]] = []
     optimizer: torch.optim.Optimizer | None = None
     if habit == "FSDP2":
@@ -676,16 +695,13 @@ def beside(habit: str) -> list[str]:
         optimizer = ZeroRedundancyOptimizer(other.parameters(), torch.optim.SGD, lr=0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with slipstream.accelerate(model, sgd(model)) as session:
+        with slipstream.accelerate(model, own) as session:
             if habit == "forward_backward" and rank == 0:
                 model[1].weight.data.add_(1)  # type: ignore[index,union-attr]
             for _ in range(3):
                 x = torch.full((2, 4), 1.0 + rank, dtype=next(model.parameters()).dtype)
                 session.forward_backward(lambda y, _: y.float().square().mean(), (x,))
                 session.step()
-                if habit == "rounds" and rank:  # as a processor of another kind
-                    for p in model.parameters():
-                        p.data.copy_(torch.nextafter(p.data, torch.full_like(p, 9.0)))
                 if habit == "inner loop":
                     of_task = nn.Linear(4, 1)
                     inner = torch.optim.SGD(of_task.parameters(), lr=0.1)

@@ -70,13 +70,6 @@ def check_model(model: nn.Module) -> None:
             "for itself, as nn.ModuleList([body, head]), and step that by an optimizer of its own; "
             "or del model._ddp_params_and_buffers_to_ignore"
         )
-    # masks and caches are alike in any case
-    if ignored := [name for name in learned_buffers(model) if name in left]:
-        raise ModelError(
-            f"DistributedDataParallel was told to leave buffer {ignored[0]} alone, which a session "
-            "would make that of the first rank on all; keep what each rank has for itself in a "
-            "plain attribute of the module, or del model._ddp_params_and_buffers_to_ignore"
-        )
     device = device_of(model)
     for name, p in model.named_parameters():
         if problem := _parameter_problem(p, device):
@@ -164,6 +157,21 @@ def model_warnings(model: nn.Module) -> list[str]:
         "and behind each update let all ranks change all rows: with torch.no_grad(): "
         "weight.renorm_(2, 0, max_norm)"
         for name in found
+    ]
+
+
+def buffer_warnings(model: nn.Module) -> list[str]:
+    """Buffers that ``DistributedDataParallel`` was told to leave alone, and a session does not,
+    where they may be statistics of each rank; constants are alike in any case."""
+    left = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ())}
+    found = [name for name in learned_buffers(model) if name in left]
+    if not found:
+        return []
+    return [
+        f"DistributedDataParallel was told to leave buffer {found[0]} alone"
+        f"{f', and {len(found) - 1} more' if len(found) > 1 else ''}, but all ranks of a session "
+        "have buffers alike: what each rank has for itself belongs in a plain attribute of the "
+        "module; constants are right as they are"
     ]
 
 

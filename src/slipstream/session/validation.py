@@ -23,6 +23,7 @@ from slipstream.parallel.checks import check_parallel
 from slipstream.parallel.dims import mesh_of
 from slipstream.precision.model_precision import check_precision, precision_warnings
 from slipstream.session.checks import (
+    buffer_warnings,
     check_closure,
     check_loader,
     check_model,
@@ -89,9 +90,10 @@ def validate(
         fingerprint[f"parameter {name}"] = f"{p.dtype} {tuple(p.shape)}{strides}{frozen}"
     for name, b in model.named_buffers():
         fingerprint[f"buffer {name}"] = f"{b.dtype} {tuple(b.shape)}"
-    drifts = mesh_of(strategy.parallel, cluster.world_size).data > 1 and strategy.local is None
+    many = mesh_of(strategy.parallel, cluster.world_size).data > 1
     found = (
-        *(model_warnings(model) if drifts else ()),
+        *(buffer_warnings(model) if many else ()),
+        *(model_warnings(model) if many and strategy.local is None else ()),
         *gradient_warnings(trainables, strategy.gradients),
         *precision_warnings(model, strategy.precision),
         *compute_warnings(model, strategy.compute),
