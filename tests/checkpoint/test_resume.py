@@ -586,6 +586,28 @@ def rounds_in_another_way(folder: str) -> None:
         Checkpoints(folder).save(session, wait=True)
 
 
+class Packed(torch.optim.SGD):
+    """Keeps momenta in 8 bits, in rows of another length, as optimizers with scaled blocks do."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            rows = torch.zeros(-(-p.numel() // 16), 16, device=p.device)
+            self.state[p]["momentum"] = rows.to(torch.float8_e4m3fn)
+
+
+def saved_in_8_bits(folder: str) -> None:
+    model = Net().eval()
+    with slipstream.accelerate(model, Packed(model.parameters(), lr=0.1)) as session:
+        session.backward(session.model(words(session.rank)).square().mean())
+        session.step()
+        Checkpoints(folder).save(session, wait=True)
+
+
+def test_a_state_in_8_bits_is_saved(two: Ranks, tmp_path: Path) -> None:
+    two.run(saved_in_8_bits, str(tmp_path))
+
+
 def test_a_factored_state_that_ranks_round_in_other_ways_is_saved(
     two: Ranks, tmp_path: Path
 ) -> None:

@@ -103,9 +103,9 @@ def _kept(optimizer: torch.optim.Optimizer, states: Mapping[Any, Any]) -> KeptEn
 
 def _sketched(value: torch.Tensor) -> tuple[float, ...]:
     value = value.coalesce().values() if value.is_sparse else value
+    value = value if value.is_complex() else value.double()  # 8 bits have no sums
     sums = sketch(value, Signs.random(value.numel(), 0, value.device))
-    norm = torch.linalg.vector_norm(value if value.is_complex() else value.double())
-    return (*sums.tolist(), float(norm))
+    return (*sums.tolist(), float(torch.linalg.vector_norm(value)))
 
 
 def _are_alike(one: KeptEntries, other: KeptEntries) -> bool:
