@@ -986,6 +986,40 @@ def test_updates_by_hand_are_warned_of_where_they_are_right(two: Ranks) -> None:
         assert sum("updates by hand" in text for text in said) == 1
 
 
+def in_no_sync(session: Any) -> None:
+    with session.no_sync():
+        pass
+
+
+VERBS: dict[str, Callable[[Any], object]] = {
+    "checkpoint": lambda session: session.checkpoint(),
+    "state_dict": lambda session: session.state_dict(),
+    "restore": lambda session: session.restore({"model": session.model.state_dict()}),
+    "between_updates": lambda session: session.between_updates,
+    "no_sync": in_no_sync,
+    "close": lambda session: session.close(),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_warning_names_the_line_of_the_script(verb: str) -> None:
+    model = model_of()
+    session = slipstream.accelerate(model, SGD(model.parameters(), lr=0.1))
+    for batch in batches(IN_A_ROW):
+        session.backward(loss_of(model, batch[0]))
+        for p in model.parameters():
+            assert p.grad is not None
+            p.data.add_(p.grad, alpha=-0.1)
+        model.zero_grad()
+    act = VERBS[verb]
+    with pytest.warns(UserWarning, match="updates by hand") as caught:
+        act(session)
+    [one] = caught
+    session.close()
+    first = act.__code__.co_firstlineno
+    assert (one.filename, one.lineno) == (__file__, first + (verb == "no_sync"))
+
+
 def moved_and_back(moves: int) -> int:
     """As sharpness-aware minimisation of several steps: weights move before each update."""
     model = model_of()

@@ -5,7 +5,6 @@ The format of a state, as plain values, is that of ``checkpoint``.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 from slipstream.checks.digest import Digest, digest
 from slipstream.data.balance import SampleBalance
 from slipstream.data.uneven_inputs import UnevenInputLoader
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, warn
 from slipstream.gradients.compressed import NamedState
 from slipstream.local.training import LocalTraining
 from slipstream.optim.dealt_state import in_common
@@ -210,17 +209,15 @@ class SessionState:
         """Restore what ``state()`` returned and `check` accepts; returns the number of updates."""
         keeps_codecs = self.dims.control is not None and keeps_state(self.codec)
         if state["codecs"] and not keeps_codecs:
-            warnings.warn(
+            warn(
                 "the state holds what codecs have not sent yet, but this run has no such codec: "
                 "that part of the gradients is lost",
-                stacklevel=3,
             )
         if (position := state.get("data")) is not None and not self._goes_to(position):
-            warnings.warn(
+            warn(
                 "the state has a place in the data as other settings count it (data.balance, or a "
                 "loader with a state_dict), so the epoch begins anew, with samples that it has "
                 "had; restore with the loader and the data settings of the run that saved it",
-                stacklevel=3,
             )
         steps: int = state["steps"]
         self.precision.load_state_dict(state.get("loss_scale"))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, warn
 from slipstream.local.training import LocalTraining
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session import messages
@@ -237,7 +235,7 @@ class ModelUpdates:
         owes = self._owes and self._control is not None
         if owes or self._momentum.momenta or self._local is not None:
             raise error
-        warnings.warn(str(error), stacklevel=6)
+        warn(str(error))
 
     @property
     def left_out(self) -> bool:
