@@ -20,6 +20,7 @@ from slipstream.parallel.whole_model import WholeModel
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session import messages
 from slipstream.session.accumulation import AccumulationWindow
+from slipstream.session.drift import FirstDrift
 from slipstream.session.exchanging import GradientExchange
 from slipstream.session.given import Given
 from slipstream.session.members import Members
@@ -222,8 +223,8 @@ class TrainingLoop:
             began = time.perf_counter()
             self.engine.end()
             self.progress.waited += time.perf_counter() - began
-            if exchange and updates.drift is not None and updates.drift.compare():
-                updates.drift = None
+            if exchange and updates.drift is not None:
+                self._compare_ranks(updates.drift)
             if exchange:
                 updates.nonfinite.show()
             if exchange and updates.without_batch:
@@ -249,6 +250,15 @@ class TrainingLoop:
         self.tracer.exchanged(self.engine.ready)
         if exchange and self.search is not None and self.search.watches:
             self.sharding.watch.begin(self._parameters)
+
+    def _compare_ranks(self, drift: FirstDrift) -> None:
+        """Warn where ranks are apart after their first update, if this is the time to look."""
+        try:
+            if drift.compare():
+                self.updates.drift = None
+        except BaseException as error:  # the engine has ended this pass, and would go on
+            self.engine.fail(error)
+            raise
 
     def _zero(self) -> None:
         """Leave gradients of zero, at which scalers, clipping and scripts may look."""
@@ -348,6 +358,7 @@ class TrainingLoop:
             raise messages.clip_with_momentum()
         if self.window.update_due:
             return
+        self.check_engine("clip_grad_norm_")
         where = f"inside {self.window}" if self.window.open else "without a backward() before it"
         raise messages.clip_outside(where)
 
