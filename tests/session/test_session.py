@@ -314,6 +314,8 @@ def verbs_after_a_backward_that_failed(folder: str) -> list[str]:
         hook.remove()
         for verb in (
             session.step,
+            session.optimizer.step,
+            lambda: session.clip_grad_norm_(1.0),
             session.checkpoint,
             session.state_dict,
             lambda: session.checkpoint(sharded=True),
