@@ -25,7 +25,7 @@ from torch.optim import SGD
 import slipstream
 from slipstream.errors import ModelError, NonFiniteError, UsageError
 from slipstream.pytree import tensors
-from slipstream.session.stepless import IN_A_ROW
+from slipstream.session.stepless_updates import IN_A_ROW
 from tests.harness.ranks import Ranks
 from tests.session.test_habits import batches, loss_of, model_of, opened, plain
 

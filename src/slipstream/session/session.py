@@ -21,7 +21,7 @@ from slipstream.errors import UsageError, warn
 from slipstream.gradients.segments import SegmentStats
 from slipstream.local.open_training import OpenTraining
 from slipstream.parallel.dims import ParallelDims
-from slipstream.session.checkpoint import Part, checked, joined
+from slipstream.session.checkpoint_format import Part, checked, joined
 from slipstream.session.checkpointing import Checkpointing
 from slipstream.session.handles import Handle, HandleStack
 from slipstream.session.loop import TrainingLoop

@@ -15,7 +15,7 @@ from slipstream.session.kept_gradients import KeptGradients
 from slipstream.session.members import Members
 from slipstream.session.nonfinite import NonfiniteGradients
 from slipstream.session.proof import Proof
-from slipstream.session.stepless import SteplessUpdates
+from slipstream.session.stepless_updates import SteplessUpdates
 from slipstream.session.tracing import Tracer
 from slipstream.session.zeroing import Zeroing
 from slipstream.strategy import keeps_state
