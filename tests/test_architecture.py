@@ -209,6 +209,14 @@ def past_the_transport(modules: Modules) -> Iterator[str]:
             yield from (f"{module} calls {name}" for name in names if name in COLLECTIVES)
 
 
+def warnings_by_level(modules: Modules) -> Iterator[str]:
+    """A number of frames between a warning and the script is wrong once a function moves."""
+    for module, tree in modules.items():
+        called = (ast.unparse(call.func) for call in _calls(tree))
+        if module != "errors" and "warnings.warn" in called:
+            yield f"{module}: call slipstream.errors.warn instead"
+
+
 def types_of(tree: ast.Module) -> Iterator[str]:
     """Public names of classes and of types that a module gives a name."""
     for node in tree.body:
@@ -258,6 +266,7 @@ RULES = {
         torch_users,
         vague_names,
         past_the_transport,
+        warnings_by_level,
         one_name_for_two_types,
         settings_without_config,
         docstrings_without_a_subject,
@@ -312,6 +321,10 @@ BROKEN = {
     "gradients that send themselves": (
         "past_the_transport",
         {"gradients/a.py": "import torch\ntorch.distributed.isend(x)"},
+    ),
+    "a warning that counts frames": (
+        "warnings_by_level",
+        {"data/a.py": "import warnings\nwarnings.warn('', stacklevel=3)"},
     ),
     "a class of one name in two rooms": (
         "one_name_for_two_types",

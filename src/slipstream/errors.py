@@ -19,7 +19,11 @@
     `-- TestbedError    (RuntimeError)  hosts and links cannot be emulated on this machine
 
 Mistakes of the user are errors of this tree; broken invariants of slipstream are ``assert``.
+Warnings go through `warn`.
 """
+
+import sys
+import warnings
 
 
 class SlipstreamError(Exception):
@@ -90,3 +94,15 @@ class TestbedError(SlipstreamError, RuntimeError):
     """Hosts and links cannot be emulated on this machine."""
 
     __test__ = False  # pytest: not a test class, whatever its name
+
+
+_BETWEEN = ("slipstream", "torch", "contextlib")
+"""Packages whose frames lie between a warning and the script: hooks, decorators, with blocks."""
+
+
+def warn(text: str) -> None:
+    """Warn at the line of the script, or of the framework, from which slipstream was called."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN and frame.f_back:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)

@@ -165,8 +165,10 @@ def test_an_epoch_before_the_saved_one_is_a_warning(strategy: Any) -> None:
             if resumes:
                 session.restore(state)
                 sampler.set_epoch(0)
-                with pytest.warns(UserWarning, match="epoch 1, and the sampler is set to epoch 0"):
+                sets = "epoch 1, and the sampler is set to epoch 0"
+                with pytest.warns(UserWarning, match=sets) as caught:
                     assert len([*session.loader]) == 8
+                assert caught[0].filename == __file__
             else:
                 batches = iter(session.loader)
                 next(batches)

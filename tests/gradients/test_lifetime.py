@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import time
 from pathlib import Path
@@ -190,6 +191,27 @@ def open_and_close(name: str, traced: bool, folder: str) -> None:
 def test_nothing_is_left_after_close(two, name, traced, tmp_path):
     two.run(open_and_close, name, traced, str(tmp_path))
     assert (tmp_path / "trace.json").exists() == traced
+
+
+def threads_left_by_meetings(delay: int) -> set[tuple[str, str]]:
+    model = build(MODELS["mlp"])
+    optimizer = OPTIMIZERS["sgd"](model)
+    model(*MODELS["mlp"].batch(dist.get_rank(), 0)).backward()
+    optimizer.zero_grad()
+    before = threads()
+    gc.disable()
+    try:
+        local = {"steps": 2, "delay": delay}
+        with slipstream.accelerate(model, optimizer, None, {"local": local}) as session:
+            train(session, "mlp", range(4))
+        return left_since(before)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_meetings_leave_no_thread_for_the_garbage_collector(two, delay):
+    assert two.run(threads_left_by_meetings, delay) == [set(), set()]
 
 
 def fail_at_step_two(model: nn.Module) -> None:

@@ -394,8 +394,9 @@ def test_buffers_of_one_rank_alone_survive_its_nan() -> None:
             session.backward(model(torch.randn(8, 4)).square().mean() * factor)
             if factor == 1.0:
                 session.step()
-        with pytest.warns(UserWarning, match="infinite or NaN"):
+        with pytest.warns(UserWarning, match="infinite or NaN") as caught:
             session.step()
+        assert caught[0].filename == __file__
         assert bool((model[1].running_var > 0.5).all())
 
 

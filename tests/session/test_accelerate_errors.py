@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -582,6 +583,31 @@ class ByFirstBatch(nn.Module):
             self.bias.data.copy_(-x.mean(0))
             self.is_set.fill_(True)
         return x + self.bias
+
+
+def with_a_broken_comparison(error: type[BaseException]) -> tuple[bool, str]:
+    """Whether a session goes on whose comparison of ranks was broken off, and what it says."""
+    model = small()
+    session = slipstream.accelerate(model, sgd(model))
+    session.backward(model(torch.ones(2, 4)).sum())
+    session.step()
+    with patch("slipstream.session.drift.maximum", side_effect=error), pytest.raises(error):
+        session.backward(model(torch.ones(2, 4)).sum())
+    with pytest.raises(UsageError) as said:
+        session.step()
+    failed = session._loop.failed
+    session.close()
+    return failed, str(said.value)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_no_rank_goes_on_where_the_comparison_was_broken_off(
+    two: Ranks, error: type[BaseException]
+) -> None:
+    """They would meet in other collectives: in those of close(), first of all."""
+    for failed, said in two.run(with_a_broken_comparison, error):
+        assert failed
+        assert "after a backward() that has failed" in said
 
 
 def trained_apart(habit: str, strategy: object) -> tuple[list[str], list[float]]:

@@ -221,8 +221,10 @@ def test_a_place_that_this_run_cannot_go_to_is_a_warning(saved_by: str) -> None:
         saved["session"]["data"] = {"own": {"at": 2}}
     other = balanced if saved_by == "plain" else None
     with opened(Texts("abcdef").loader(), other) as session:
-        with pytest.warns(UserWarning, match="place in the data .* so the epoch begins anew"):
+        anew = "place in the data .* so the epoch begins anew"
+        with pytest.warns(UserWarning, match=anew) as caught:
             session.restore(saved)
+        assert caught[0].filename == __file__
         if saved_by != "stateful":
             session.restore(first)
         assert [*session.loader] == [["a", "b"], ["c", "d"], ["e", "f"]]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import slipstream
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.session import checkpoint
+from slipstream.session import checkpoint_format
 from tests.harness.ranks import Ranks
 from tests.session.training import BATCH, Session, loss_of, opened, small, update
 
@@ -293,8 +293,8 @@ def test_a_resumed_run_goes_on_bit_for_bit(two: Ranks, num_steps: int) -> None:
 def test_a_state_of_the_first_sessions_of_this_version_loads() -> None:
     with opened() as session:
         state = session.state_dict()
-        assert state.keys() == checkpoint.KEYS | checkpoint.LATER
-        session.load_state_dict({key: state[key] for key in checkpoint.KEYS})
+        assert state.keys() == checkpoint_format.KEYS | checkpoint_format.LATER
+        session.load_state_dict({key: state[key] for key in checkpoint_format.KEYS})
 
 
 def verbs_after_a_backward_that_failed(folder: str) -> list[str]:
@@ -314,6 +314,8 @@ def verbs_after_a_backward_that_failed(folder: str) -> list[str]:
         hook.remove()
         for verb in (
             session.step,
+            session.optimizer.step,
+            lambda: session.clip_grad_norm_(1.0),
             session.checkpoint,
             session.state_dict,
             lambda: session.checkpoint(sharded=True),

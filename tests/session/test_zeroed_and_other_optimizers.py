@@ -25,7 +25,7 @@ from torch.optim import SGD
 import slipstream
 from slipstream.errors import ModelError, NonFiniteError, UsageError
 from slipstream.pytree import tensors
-from slipstream.session.stepless import IN_A_ROW
+from slipstream.session.stepless_updates import IN_A_ROW
 from tests.harness.ranks import Ranks
 from tests.session.test_habits import batches, loss_of, model_of, opened, plain
 
@@ -984,6 +984,40 @@ def test_updates_by_hand_are_warned_of_where_they_are_right(two: Ranks) -> None:
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
         assert sum("updates by hand" in text for text in said) == 1
+
+
+def in_no_sync(session: Any) -> None:
+    with session.no_sync():
+        pass
+
+
+VERBS: dict[str, Callable[[Any], object]] = {
+    "checkpoint": lambda session: session.checkpoint(),
+    "state_dict": lambda session: session.state_dict(),
+    "restore": lambda session: session.restore({"model": session.model.state_dict()}),
+    "between_updates": lambda session: session.between_updates,
+    "no_sync": in_no_sync,
+    "close": lambda session: session.close(),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_warning_names_the_line_of_the_script(verb: str) -> None:
+    model = model_of()
+    session = slipstream.accelerate(model, SGD(model.parameters(), lr=0.1))
+    for batch in batches(IN_A_ROW):
+        session.backward(loss_of(model, batch[0]))
+        for p in model.parameters():
+            assert p.grad is not None
+            p.data.add_(p.grad, alpha=-0.1)
+        model.zero_grad()
+    act = VERBS[verb]
+    with pytest.warns(UserWarning, match="updates by hand") as caught:
+        act(session)
+    [one] = caught
+    session.close()
+    first = act.__code__.co_firstlineno
+    assert (one.filename, one.lineno) == (__file__, first + (verb == "no_sync"))
 
 
 def moved_and_back(moves: int) -> int:

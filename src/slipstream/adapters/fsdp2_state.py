@@ -7,14 +7,13 @@ that are there.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from slipstream.adapters.fsdp2_units import Unit
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, warn
 
 
 def state_of(units: Sequence[Unit], updates: int) -> dict[str, Any]:
@@ -63,10 +62,9 @@ def load_state(units: Sequence[Unit], state: Mapping[str, Any]) -> int:
         if error is None or not unit.trainable:
             pass  # frozen for the moment, as a discriminator is
         elif changed and {*saved["parameters"]} <= {*map(unit.path, unit.group.fsdp_params)}:
-            warnings.warn(
+            warn(
                 f"{name}: since this state was saved, {', '.join(changed)} were frozen or "
                 "unfrozen; what the codec owed to its parameters is dropped",
-                stacklevel=3,
             )
             error = None
         elif changed or error.shape[1] != unit.width:

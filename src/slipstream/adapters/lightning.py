@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, cast
@@ -30,7 +29,7 @@ from slipstream.adapters.opening import (
     several,
     warn_inside_window,
 )
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, warn
 from slipstream.precision.float_modules import WrappedForward
 from slipstream.session.session import Session
 
@@ -249,10 +248,9 @@ class SessionStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         if self.session is None and self._loses and "optimizer_states" in checkpoint:
-            warnings.warn(
+            warn(
                 f"{filepath} is saved after fit(), whose session is closed, and lacks its state: "
                 f"{self._loses} would begin anew from it; ModelCheckpoint saves inside fit()",
-                stacklevel=2,
             )
         if self.session is not None and "optimizer_states" in checkpoint:
             if self.session.between_updates:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.errors import ModelError, StrategyError, UsageError
+from slipstream.errors import ModelError, StrategyError, UsageError, warn
 from slipstream.session.accelerate import accelerate, strategy_of
 from slipstream.session.session import Session
 from slipstream.strategy import DataConfig, Strategy, keeps_state
@@ -173,9 +172,8 @@ def check_clips_all(session: Session[Any, Any], clipped: Iterable[torch.Tensor])
 
 def warn_inside_window(saved: object) -> None:
     """Warn of a checkpoint of a framework that has no state of the session."""
-    warnings.warn(
+    warn(
         f"{saved} is saved inside an accumulation window, whose gradients it lacks, as it would "
         "under DDP; it lacks the session's state, too: codecs and local training start anew from "
         "it. Save and validate where a window ends",
-        stacklevel=3,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -17,7 +16,7 @@ from slipstream.checkpoint.contents import AnySession, KeepsState
 from slipstream.checkpoint.folder import BrokenCheckpoint, Folder, check
 from slipstream.checkpoint.stopping import StopSignals
 from slipstream.checkpoint.writing import Writing, advice
-from slipstream.errors import CheckpointError, UsageError
+from slipstream.errors import CheckpointError, UsageError, warn
 from slipstream.parallel.dims import gather_objects
 from slipstream.strategy import Row
 from slipstream.transport.consistency import agree
@@ -126,10 +125,9 @@ class Checkpoints:
             if complaint:
                 complaints.append(f"{path}: {complaint}")
                 if session.rank == 0:
-                    warnings.warn(
+                    warn(
                         f"the checkpoint {path} is not whole ({complaint}); the one before it is "
                         "taken",
-                        stacklevel=2,
                     )
                 continue
             contents.give_back(session, self._also, saved)
@@ -206,7 +204,7 @@ class Checkpoints:
             self._join()
             if self._failed and not self._warned:  # the error comes where all ranks save
                 self._warned = True
-                warnings.warn(self._failed, stacklevel=2)
+                warn(self._failed)
         if number:
             raise SystemExit(128 + number)
 
@@ -242,7 +240,7 @@ class Checkpoints:
         self._join()
         self._leave()
         if self._failed and not self._warned:
-            warnings.warn(self._failed, stacklevel=2)
+            warn(self._failed)
         self._signals.forget()  # the error ends the script
 
     def _leave(self) -> None:

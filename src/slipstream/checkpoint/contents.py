@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -13,7 +12,7 @@ from slipstream.checks.sketch import NARROW, Signs, sketch
 from slipstream.data import randomness
 from slipstream.data.prefetch.samplers import samplers_of
 from slipstream.data.uneven_inputs import UnevenInputLoader
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, warn
 from slipstream.optim.dealt_state import may_be_part
 from slipstream.parallel.dims import mesh_of
 from slipstream.session.session import Session
@@ -170,15 +169,13 @@ def give_back(
         states[0] = {**states[0], "session": {**states[0]["session"], "data": place}}
     session.restore([state for state in states if state])
     if place is not None and not same and session.rank == 0:
-        warnings.warn(
+        warn(
             "the loader keeps a state of its own, and the ranks that saved it are others: each "
             "goes on with that of rank 0",
-            stacklevel=3,
         )
     if missing := sorted({*also} - {*mine["also"]}):
-        warnings.warn(
+        warn(
             f"the checkpoint has no state of {', '.join(missing)}, which begins anew",
-            stacklevel=3,
         )
     for name, keeper in also.items():
         if name in mine["also"]:
@@ -205,11 +202,10 @@ def warn_of_joining(updates: int, also: Mapping[str, KeepsState]) -> None:
         return
     schedules = any(hasattr(part, "last_epoch") for part in anew.values())
     remedy = "; make a schedule after accelerate(), by last_epoch=session.updates - 1"
-    warnings.warn(
+    warn(
         f"this job has joined others after {updates} updates, and has their model and "
         f"optimizer, but no state of {', '.join(sorted(anew))}, which begins anew"
         f"{remedy if schedules else ''}",
-        stacklevel=3,
     )
 
 

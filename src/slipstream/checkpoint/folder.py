@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import shutil
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import IO
 from zlib import crc32
 
-from slipstream.errors import CheckpointError
+from slipstream.errors import CheckpointError, warn
 
 MANIFEST = "manifest.json"
 IN_USE = "in-use"
@@ -96,9 +95,7 @@ class Folder:
                         f"{words}, and two runs would spoil each other's; end it, name another "
                         "folder, or read one of them by slipstream.checkpoint.read(path)"
                     ) from None
-                warnings.warn(
-                    f"{words}, or its host is gone: two runs would spoil each other's", stacklevel=2
-                )
+                warn(f"{words}, or its host is gone: two runs would spoil each other's")
                 return None
             except OSError:
                 file.close()

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import socket
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
@@ -28,7 +27,7 @@ from slipstream.cluster._ends import note_leaving
 from slipstream.cluster.environment import Environment
 from slipstream.cluster.listen import admit, new_token, open_store, run_token
 from slipstream.cluster.topology import ranks_by_host
-from slipstream.errors import ClusterError
+from slipstream.errors import ClusterError, warn
 
 TIMEOUT = timedelta(minutes=10)
 """Of the rendezvous."""
@@ -176,13 +175,12 @@ def _warn_of_spawned_ranks() -> None:
     """Warn where a script that starts its ranks itself has told them where to meet, and not made
     the process group: each would train alone."""
     if "MASTER_ADDR" in os.environ and multiprocessing.parent_process() is not None:
-        warnings.warn(
+        warn(
             "this process trains alone: it was started by multiprocessing, with MASTER_ADDR and "
             "without RANK and WORLD_SIZE; where mp.spawn starts the ranks, call "
             'dist.init_process_group("gloo", rank=rank, world_size=ranks) before '
             "slipstream.data_share() and accelerate(); where it is to train alone, "
             "unset MASTER_ADDR",
-            stacklevel=4,
         )
 
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from slipstream.errors import CommError
+from slipstream.errors import CommError, warn
 
 _WARN_AT = 10_000
 
@@ -37,10 +36,9 @@ class Graph:
         number = next(self._numbers)
         self._tokens[number] = token
         if len(self._tokens) == _WARN_AT:
-            warnings.warn(
+            warn(
                 f"{_WARN_AT} operators of slipstream.comm wait for their backward and keep memory: "
                 "call comm.backward() after each forward, or evaluate under torch.no_grad()",
-                stacklevel=2,
             )
         return number
 

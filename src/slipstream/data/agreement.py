@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,7 +13,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from slipstream.errors import MismatchError, ModelError, UsageError
+from slipstream.errors import MismatchError, ModelError, UsageError, warn
 from slipstream.transport.consistency import (
     ROW_BYTES,
     collective_errors,
@@ -219,12 +218,11 @@ class Agreement:
         ]
         self.content = 0
         if same and not self._rank:
-            warnings.warn(
+            warn(
                 f"ranks {', '.join(same)} got the same first batch, bit for bit: they train on the "
                 "same data, as one rank alone would. Unless that is meant (fewer samples than "
                 "ranks; a script that takes its part of each batch itself), give each its share: "
                 "rank, ranks = slipstream.data_share(), DataLoader(dataset, ..., "
                 "sampler=DistributedSampler(dataset, num_replicas=ranks, rank=rank)), without "
                 "shuffle=True",
-                stacklevel=7,  # the loop of the script
             )

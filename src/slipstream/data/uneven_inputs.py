@@ -13,7 +13,6 @@ after forward has run beside it. No other ``len()`` is believed.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from slipstream.data.earlier_epoch import warn_of_an_earlier_epoch
 from slipstream.data.lengths import certain_length, epoch_of
 from slipstream.data.live_passes import LivePasses
 from slipstream.data.loader_around import LoaderAround
-from slipstream.errors import DataError, UsageError
+from slipstream.errors import DataError, UsageError, warn
 from slipstream.trace.event import DATA_WAIT
 from slipstream.trace.recorder import Recorder
 
@@ -400,10 +399,9 @@ class _Pass(Iterator[Any]):
                     raise
                 raised, self._error = error, repr(error)
                 self._errors += 1
-                warnings.warn(
+                warn(
                     f"among the {count} batches that the run before this one has used, and that "
                     f"are skipped, one raises {error!r}: it counts as none of them",
-                    stacklevel=4,
                 )
                 continue
             if batch is _END:

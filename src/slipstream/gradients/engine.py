@@ -324,7 +324,6 @@ class Engine(GradientEngine):
         self._backward = None
 
     def fail(self, error: BaseException) -> None:
-        """Refuse to go on: ``error`` broke off what all ranks do together."""
         self._failure = str(error) if isinstance(error, SlipstreamError) else repr(error)
 
     def averages(self, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:

@@ -64,6 +64,9 @@ class GradientEngine:
     def abort(self, error: BaseException) -> None:
         """Close the backward pass that raised ``error``."""
 
+    def fail(self, error: BaseException) -> None:
+        """Refuse to go on: ``error`` broke off what all ranks do together."""
+
     def updated(self, step: int, *, used: bool = True, late: bool = False) -> None:
         """The gradients are gone, ``used`` or not; ``step`` updates are done. ``late``: a forward
         has begun since."""

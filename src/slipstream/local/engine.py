@@ -80,6 +80,9 @@ class LocalEngine(GradientEngine):
     def abort(self, error: BaseException) -> None:
         self._used.abort(error)
 
+    def fail(self, error: BaseException) -> None:
+        self._used.fail(error)
+
     def updated(self, step: int, *, used: bool = True, late: bool = False) -> None:
         self._used.updated(step, used=used, late=late)
 

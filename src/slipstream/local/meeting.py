@@ -20,7 +20,6 @@ island, they have one change, and are one rank here.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +31,7 @@ from torch import nn
 
 from slipstream.codecs import Compressor, make_compressor, wire_bytes
 from slipstream.codecs.compressor import is_finite
+from slipstream.errors import warn
 from slipstream.local.carrier import Exchange
 from slipstream.local.fragments import Fragment
 from slipstream.local.island import Island
@@ -302,10 +302,9 @@ class Meeting:
         self.counted += int(flight.totals[0])
         if flight.lost:
             names = ", ".join(self.fragment.names[:3])
-            warnings.warn(
+            warn(
                 f"{self._island.name}: the change of {names} was infinite or NaN; it goes on from "
                 "the parameters of the other ranks, with a new state of the optimizer",
-                stacklevel=6,
             )
         if flight.lost or not (self.config.delay or self.config.mix):
             self.write(self.outer)  # the same bits on every rank

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, warn
 from slipstream.local.training import LocalTraining
 from slipstream.parallel.whole_model import WholeModel
 from slipstream.pytree import mapped
@@ -67,12 +66,11 @@ class LocalModel(WholeModel):
         known = {tuple(part.get("island", (part["rank"],))) for part in parts}
         same = len(parts) == ranks.count and island in known
         if not same and ranks.rank == island[0]:
-            warnings.warn(
+            warn(
                 f"the state is of {len(parts)} ranks, of which {sorted(known)} were exact among "
                 f"themselves; this run has {ranks.count}, of them {list(island)}: every rank goes "
                 "on from the outer parameters, with the optimizer state of one of the old ranks; "
                 "what they did since the last meetings, and what codecs have not sent, is lost",
-                stacklevel=4,
             )
         # ranks of an island are alike
         part = parts[(ranks.rank if same else island[0]) % len(parts)]
@@ -87,11 +85,10 @@ def of_one_rank(state: dict[str, Any], rank: int) -> dict[str, Any]:
     if not isinstance(parts, list):
         return state
     if rank == 0:
-        warnings.warn(
+        warn(
             f"the state is of {len(parts)} ranks under local, and this run averages gradients: it "
             "goes on from the outer parameters, with the optimizer state of rank 0; what the ranks "
             "did since their last meetings is lost",
-            stacklevel=4,
         )
     first: dict[str, Any] = parts[0]["optimizer"]
     return first

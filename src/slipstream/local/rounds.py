@@ -75,7 +75,10 @@ class Rounds:
         self._ranks, self._norms = ranks, norms and recorder is not None
         self._buffers = {*learned_buffers(model)}  # at the start
         self._device = trained[0].parameter.device
-        self.exchanges = IslandExchanges(carrier, island, self._device, self._landed, recorder, at)
+        self.meetings: list[Meeting] = []
+        # no method: a circle would keep the groups of a session that is over
+        landed = partial(_hand_on, self.meetings)
+        self.exchanges = IslandExchanges(carrier, island, self._device, landed, recorder, at)
         self.pace = Pace(config.stretch, self.exchanges, self._device)
         self.trial: DelayTrial | None = None
         self.longer = ""
@@ -89,7 +92,7 @@ class Rounds:
         self.config, self.clock = config, 0
         fragments = () if config.auto else cut(self._model, self._trained, config.fragments)
         shared = {**dict(self._model.named_buffers()), **self._begun}
-        self.meetings = [
+        self.meetings[:] = [
             Meeting(self._model, fragment, config, self.island, number, shared)
             for number, fragment in enumerate(fragments)
         ]
@@ -257,10 +260,6 @@ class Rounds:
         if longer == before or trial.over:
             self.trial = None
 
-    def _landed(self) -> None:
-        for meeting in self.meetings:
-            meeting.landed()
-
     def _averages_state(self, meeting: Meeting) -> bool:
         every = self.config.average_every
         averages = self.config.inner_state == "averaged" and self.island.islands.count > 1
@@ -371,3 +370,9 @@ class Rounds:
         """Leave the outer parameters, where others train on."""
         for meeting in self.meetings:
             meeting.write(meeting.outer)
+
+
+def _hand_on(meetings: Sequence[Meeting]) -> None:
+    """Hand on to the ranks of this island what has landed."""
+    for meeting in meetings:
+        meeting.landed()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, warn
 from slipstream.local.meeting import Meeting
 from slipstream.strategy import LocalConfig
 
@@ -63,10 +62,9 @@ def own_part(
             raise UsageError(f"this state is another model's: {problem}")
     if own is None or all(meeting.fits(shared, mine) for meeting, shared, mine in triples):
         return own
-    warnings.warn(
+    warn(
         f"{name} was at another meeting than rank 0 when this state was saved, as ranks of "
         "different speed are: it goes on from the outer parameters; save where "
         "session.all_updates has changed",
-        stacklevel=5,
     )
     return None

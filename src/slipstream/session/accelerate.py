@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from slipstream.cluster.connect import connect, from_environ
+from slipstream.errors import warn
 from slipstream.parallel.dims import mesh_of
 from slipstream.session.checks import check_unused, device_of
 from slipstream.session.compose import compose
@@ -70,7 +70,7 @@ def accelerate(
             agreed = strategy_of(strategy)
             validation = validate(model, optimizer, loader, agreed, cluster)
             for text in validation.warnings if cluster.rank == 0 else ():
-                warnings.warn(text, stacklevel=2)
+                warn(text)
         except Exception as caught:  # of any kind: the other ranks wait for this one's answer
             error = caught
         if control is not None:

@@ -9,7 +9,7 @@ from slipstream.errors import ModelError, SlipstreamError
 from slipstream.local.model import of_one_rank
 from slipstream.pytree import plain_numbers
 from slipstream.session import messages
-from slipstream.session.checkpoint import PARTS, Part
+from slipstream.session.checkpoint_format import PARTS, Part
 from slipstream.session.loop import TrainingLoop
 from slipstream.session.state import SessionState
 

@@ -15,13 +15,13 @@ made no update by then shows none.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Mapping
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from slipstream.errors import warn
 from slipstream.session.checks import ACCELERATED
 from slipstream.transport.consistency import collective_errors, maximum
 
@@ -102,7 +102,7 @@ class FirstDrift:
         names = [name for name, one in zip(self._parameters, inside, strict=True) if one]
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            warnings.warn(
+            warn(
                 f"after the first update ranks have different values of {names[0]}{more}, and "
                 "train apart from there on, as under DistributedDataParallel: accelerate() "
                 "broadcasts parameters, later only gradients are averaged. What forward sets by "
@@ -110,17 +110,15 @@ class FirstDrift:
                 "accelerate(); load weights before it, too, or on all ranks; noise that an "
                 "optimizer draws, and gradients that the script computes by itself, must be the "
                 "same on all ranks",
-                stacklevel=7,
             )
         if outside:
             steps = ", ".join(sorted({type(optimizer).__name__ for optimizer in self._others}))
-            warnings.warn(
+            warn(
                 f"after the first update ranks have different values of what {steps} steps, which "
                 "is in no model of a session: its gradients are never averaged. Unless each rank "
                 "is to have its own, put it into the model (model.temperature = nn.Parameter(...), "
                 "nn.ModuleList([model, loss])), whose gradients session.backward() averages; its "
                 "optimizer may stay, and steps before session.step()",
-                stacklevel=7,
             )
 
 

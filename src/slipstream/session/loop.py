@@ -7,14 +7,13 @@ An update itself is in ``updates``, and that of a script which steps by hand in 
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, warn
 from slipstream.kernels.surroundings import outside_autocast
 from slipstream.local.training import LocalTraining
 from slipstream.parallel.whole_model import WholeModel
@@ -179,7 +178,7 @@ class TrainingLoop:
             self.window.island = None if self.local.warms_up else self.local.island.ranks
         self.sharding.watch.end()
         updates.kept.backward_begins()
-        self._other_losses.warn_if_kept(stacklevel=4)
+        self._other_losses.warn_if_kept()
         if given not in (1.0, self.window.loss_scale):
             zeroing.used_by_another()  # or its scaler has skipped the step
         updates.settle(in_forward=True)
@@ -245,7 +244,7 @@ class TrainingLoop:
         if self.progress.passes == UNUSED * window.accumulate > UNUSED:
             unused = self.complaint()  # as where step() is called in sync_gradients alone
             if isinstance(unused, UsageError):
-                warnings.warn(str(unused), stacklevel=4)
+                warn(str(unused))
         self.tracer.exchanged(self.engine.ready)
         if exchange and self.search is not None and self.search.watches:
             self.sharding.watch.begin(self._parameters)
@@ -349,6 +348,7 @@ class TrainingLoop:
             raise messages.clip_with_momentum()
         if self.window.update_due:
             return
+        self.check_engine("clip_grad_norm_")
         where = f"inside {self.window}" if self.window.open else "without a backward() before it"
         raise messages.clip_outside(where)
 

@@ -6,7 +6,6 @@ add gradients there, which nobody means to keep.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
@@ -14,6 +13,7 @@ from weakref import WeakSet
 
 from torch import nn
 
+from slipstream.errors import warn
 from slipstream.session import messages
 from slipstream.session.zeroing import is_zero
 
@@ -76,11 +76,11 @@ class OtherLosses:
         if kept := self._kept():
             raise messages.others_in_window(kept, window)
 
-    def warn_if_kept(self, stacklevel: int) -> None:
+    def warn_if_kept(self) -> None:
         """Warn, once, where a pass of this session is about to add to what is still there."""
         if not self._warned and (kept := self._kept()):
             self._warned = True
-            warnings.warn(messages.others_kept(kept), stacklevel=stacklevel + 1)
+            warn(messages.others_kept(kept))
         self._added = {}
 
     def _kept(self) -> str:

@@ -20,7 +20,6 @@ others that are there.
 from __future__ import annotations
 
 import json
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isfinite
@@ -32,7 +31,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from slipstream.checks.digest import Digest, digest
 from slipstream.checks.sketch import AverageSamples, divided_again, wrong_average
-from slipstream.errors import ProofError, UsageError
+from slipstream.errors import ProofError, UsageError, warn
 from slipstream.gradients.compressed import CodecSample
 from slipstream.local.training import LocalTraining
 from slipstream.optim.dealt_state import may_be_part
@@ -252,7 +251,7 @@ class Proof:
         """Warn of what may be meant."""
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(text, stacklevel=2)
+            warn(text)
 
     # What must be alike after a meeting.
 

@@ -48,9 +48,8 @@ class ScriptSteps:
         self._engine, self._sharding = exchange.engine, exchange.sharding
         self._momentum, self._window = exchange.momentum, window
         self._updates, self._local, self._progress = updates, local, given.progress
-        self._skip: bool | None = (
-            None  # of the update by hand that is under way; None: there is none
-        )
+        # whether the update by hand that is under way is skipped; None: there is none
+        self._skip: bool | None = None
         self._by_own = False  # inside a step with gradients of the script's own
         self._collectives = 0  # when a step began
         self._collectives_before: int | None = None  # that of another optimizer; None: none began
@@ -82,6 +81,8 @@ class ScriptSteps:
                 self._local.check()
             return
         if not self._window.update_due:
+            if self._engine.failed:
+                raise messages.failed_before("optimizer.step")
             raise messages.step_by_hand_inside(str(self._window))
         self._skip = self._updates.begin(by_hand=True)
 

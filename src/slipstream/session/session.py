@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
@@ -18,11 +17,11 @@ from torch import nn
 
 from slipstream.cluster.connect import Cluster
 from slipstream.data.uneven_inputs import UnevenInputLoader
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, warn
 from slipstream.gradients.segments import SegmentStats
 from slipstream.local.open_training import OpenTraining
 from slipstream.parallel.dims import ParallelDims
-from slipstream.session.checkpoint import Part, checked, joined
+from slipstream.session.checkpoint_format import Part, checked, joined
 from slipstream.session.checkpointing import Checkpointing
 from slipstream.session.handles import Handle, HandleStack
 from slipstream.session.loop import TrainingLoop
@@ -558,7 +557,7 @@ class Session(Generic[M, O]):
         if isinstance(complaint, Exception):
             raise complaint
         if complaint is not None:
-            warnings.warn(complaint, stacklevel=2)
+            warn(complaint)
         for act in self._afterwards if error[0] is None else ():
             act()
 

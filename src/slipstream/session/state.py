@@ -5,7 +5,6 @@ The format of a state, as plain values, is that of ``checkpoint``.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 from slipstream.checks.digest import Digest, digest
 from slipstream.data.balance import SampleBalance
 from slipstream.data.uneven_inputs import UnevenInputLoader
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, warn
 from slipstream.gradients.compressed import NamedState
 from slipstream.local.training import LocalTraining
 from slipstream.optim.dealt_state import in_common
@@ -23,7 +22,7 @@ from slipstream.optim.shard_state import ShardState, is_part
 from slipstream.parallel.dims import gather_objects
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.pytree import tensors
-from slipstream.session import checkpoint
+from slipstream.session import checkpoint_format
 from slipstream.session.exchanging import GradientExchange
 from slipstream.session.given import Given
 from slipstream.strategy import Strategy, keeps_state
@@ -73,16 +72,16 @@ class SessionState:
         # from the strategy: all ranks must decide alike whether to gather, whatever they keep
         if control is not None and keeps_state(self.codec):
             self.meet(verb)
-            codecs = checkpoint.gathered(self.engine.codec_state(), control)
-        order = checkpoint.order_document(self.engine.order, self.names)
+            codecs = checkpoint_format.gathered(self.engine.codec_state(), control)
+        order = checkpoint_format.order_document(self.engine.order, self.names)
         if control is not None and self.dims.mesh.pipeline > 1:
-            order = checkpoint.joined_order(order, control)
+            order = checkpoint_format.joined_order(order, control)
         search = self.search
         split = None if search is None else search.chosen_split
         transport = None if search is None else search.chosen_transport
         overlap = None if search is None else search.chosen_overlap
         return {
-            "version": checkpoint.VERSION,
+            "version": checkpoint_format.VERSION,
             "steps": steps,
             "split": None if split is None else split.document(full=True),
             "transport": None if transport is None else transport.document(full=True),
@@ -123,10 +122,12 @@ class SessionState:
             for name, p in self.model.named_parameters()
         }
         ranks = mesh.data * mesh.model_parallel if mesh.model_parallel > 1 else None
-        error = checkpoint.refusal(state, sizes, ranks)
+        error = checkpoint_format.refusal(state, sizes, ranks)
         if control is not None:
             # one that is damaged may have no digest
-            digest = checkpoint.digest(self._in_common(state)) if error is None else str(error)
+            digest = (
+                checkpoint_format.digest(self._in_common(state)) if error is None else str(error)
+            )
             place = {} if self.local is None else self.local.place
             agree({**place, "state": digest}, control, error)
         elif error is not None:
@@ -210,22 +211,20 @@ class SessionState:
         """Restore what ``state()`` returned and `check` accepts; returns the number of updates."""
         keeps_codecs = self.dims.control is not None and keeps_state(self.codec)
         if state["codecs"] and not keeps_codecs:
-            warnings.warn(
+            warn(
                 "the state holds what codecs have not sent yet, but this run has no such codec: "
                 "that part of the gradients is lost",
-                stacklevel=3,
             )
         if (position := state.get("data")) is not None and not self._goes_to(position):
-            warnings.warn(
+            warn(
                 "the state has a place in the data as other settings count it (data.balance, or a "
                 "loader with a state_dict), so the epoch begins anew, with samples that it has "
                 "had; restore with the loader and the data settings of the run that saved it",
-                stacklevel=3,
             )
         steps: int = state["steps"]
         self.precision.load_state_dict(state.get("loss_scale"))
         self.engine.updated(steps)
-        order = checkpoint.order_of(state, self.names)
+        order = checkpoint_format.order_of(state, self.names)
         if order is not None:
             self.engine.install(order)
         if self.search is not None and not self._trains_others(state):
@@ -244,7 +243,9 @@ class SessionState:
             if codecs := state["codecs"]:
                 if self.dims.mesh.model_parallel > 1:
                     codecs = [codecs[rank] for rank in self.dims.data_ranks]
-                local = checkpoint.dealt_out(codecs, self.dims.data_rank, self.dims.data_size)
+                local = checkpoint_format.dealt_out(
+                    codecs, self.dims.data_rank, self.dims.data_size
+                )
             self.engine.load_codec_state(local)
         if self.local is not None:
             self.local.load(state.get("local"), steps)

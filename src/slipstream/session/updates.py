@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, warn
 from slipstream.local.training import LocalTraining
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session import messages
@@ -17,7 +15,7 @@ from slipstream.session.kept_gradients import KeptGradients
 from slipstream.session.members import Members
 from slipstream.session.nonfinite import NonfiniteGradients
 from slipstream.session.proof import Proof
-from slipstream.session.stepless import SteplessUpdates
+from slipstream.session.stepless_updates import SteplessUpdates
 from slipstream.session.tracing import Tracer
 from slipstream.session.zeroing import Zeroing
 from slipstream.strategy import keeps_state
@@ -84,8 +82,12 @@ class ModelUpdates:
 
     def exchanged(self) -> None:
         """Compare ranks after their first update, where an exchange of gradients ends."""
-        if self.drift is not None and self.drift.compare():
-            self.drift = None
+        try:
+            if self.drift is not None and self.drift.compare():
+                self.drift = None
+        except BaseException as error:  # the engine has ended this pass, and would go on
+            self._engine.fail(error)
+            raise
 
     def check_whole(self) -> None:
         """Refuse to go on where this rank may be out of step with others.
@@ -242,7 +244,7 @@ class ModelUpdates:
         owes = self._owes and self._control is not None
         if owes or self._momentum.momenta or self._local is not None:
             raise error
-        warnings.warn(str(error), stacklevel=6)
+        warn(str(error))
 
     @property
     def left_out(self) -> bool:

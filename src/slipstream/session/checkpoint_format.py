@@ -11,14 +11,13 @@ r + 2q ...; PowerSGD's directions (``q``) are the same on all ranks and are copi
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, warn
 from slipstream.gradients.compressed import NamedState
 from slipstream.gradients.ready_order import ReadyOrder
 from slipstream.local.model import KEY as LOCAL, joined_ranks
@@ -215,6 +214,7 @@ def dealt_out(codecs: Sequence[NamedState], rank: int, world_size: int) -> Named
 
     Example:
         >>> two = [{"w": {"error": torch.tensor([1.0])}}, {"w": {"error": torch.tensor([3.0])}}]
+        >>> import warnings
         >>> with warnings.catch_warnings(action="ignore"):
         ...     dealt_out(two, 0, 1)
         {'w': {'error': tensor([4.])}}
@@ -222,11 +222,10 @@ def dealt_out(codecs: Sequence[NamedState], rank: int, world_size: int) -> Named
     if len(codecs) == world_size:
         return codecs[rank]
     if rank == 0:
-        warnings.warn(
+        warn(
             f"the state is of {len(codecs)} ranks, this run has {world_size}: what codecs have not "
             "sent yet was dealt out among them; its sum is preserved, but the run does not "
             "continue bit for bit",
-            stacklevel=3,
         )
     local: dict[str, dict[str, torch.Tensor]] = {}
     for codec in codecs:  # any of them: between hosts, one rank of each keeps a parameter's
