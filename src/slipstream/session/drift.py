@@ -57,9 +57,7 @@ class FirstDrift:
         session trains: a temperature, the classes of a loss."""
         if not self._passes or optimizer in self._others:
             return
-        ours = {p for module in ACCELERATED for p in module.parameters(recurse=False)}
-        held = [p for group in optimizer.param_groups for p in group["params"] if p not in ours]
-        if held:
+        if held := in_no_model(optimizer):
             one_each = _sums(held)
             self._others[optimizer] = sum(s for s, _ in one_each), sum(a for _, a in one_each)
 
@@ -112,6 +110,27 @@ class FirstDrift:
                 "optimizer may stay",
                 stacklevel=6,
             )
+
+
+def in_no_model(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Find what an optimizer trains that is in no model of an open session; not the outer
+    parameters of ``local``, which have no graph."""
+    ours = {p for module in ACCELERATED for p in module.parameters(recurse=False)}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    return [p for p in held if p.requires_grad and p not in ours]
+
+
+def warn_of_none_that_meet(optimizer: torch.optim.Optimizer) -> None:
+    """Say under ``local`` that an optimizer steps what no meeting averages, as the classes of a
+    loss; ranks have other values at most times, so that none are compared."""
+    if in_no_model(optimizer):
+        warnings.warn(
+            f"{type(optimizer).__name__} steps parameters that are in no model of a session: under "
+            "local no meeting averages them. Unless each rank is to have its own, put them into "
+            "the model (model.temperature = nn.Parameter(...), nn.ModuleList([model, loss])); "
+            "their optimizer may stay",
+            stacklevel=6,
+        )
 
 
 def _sums(parameters: Iterable[torch.Tensor]) -> list[tuple[float, float]]:

@@ -9,13 +9,15 @@ meanwhile, the script has skipped the update.
 
 from __future__ import annotations
 
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
+import torch.distributed as dist
 
 from slipstream.local.training import LocalTraining
 from slipstream.session import messages
 from slipstream.session.accumulation import AccumulationWindow
+from slipstream.session.drift import warn_of_none_that_meet
 from slipstream.session.exchanging import GradientExchange
 from slipstream.session.given import Given
 from slipstream.session.step_hooks import StepHooks, collectives_so_far
@@ -54,6 +56,9 @@ class ScriptSteps:
         self._by_own = False  # inside a step with gradients of the script's own
         self._collectives = 0  # when a step began
         self._collectives_before: int | None = None  # that of another optimizer; None: none began
+        self._seen: WeakSet[torch.optim.Optimizer] = WeakSet()  # others that have stepped
+        data = given.dims.data
+        self._first_rank = data is not None and dist.get_rank(data) == 0
         # weak: the hooks call back, and a circle would keep the groups of a session that is over
         self._hooks = ref(hooks)
         hooks.attach(self._begins, self._ends, self._other_begins, self._other_ends)
@@ -158,5 +163,8 @@ class ScriptSteps:
             before, self._collectives_before = self._collectives_before, None
             exchanged = before not in (None, collectives_so_far())
             self._local.stepped(optimizer, exchanged=exchanged)
+            if self._first_rank and self._progress.passes and optimizer not in self._seen:
+                self._seen.add(optimizer)
+                warn_of_none_that_meet(optimizer)
         if self._updates.drift is not None:
             self._updates.drift.stepped(optimizer)
