@@ -146,6 +146,32 @@ def test_a_callback_validates_its_average_and_changes_no_training(
         assert all(seen)
 
 
+def statistics_of_averages(folder: Path, validated: int | None) -> list[torch.Tensor]:
+    """Running statistics that an epoch without backward has made, as fit() leaves them."""
+    kept: list[torch.Tensor] = []
+
+    def with_norm() -> nn.Module:
+        model = without_norm()
+        model.insert(1, nn.BatchNorm1d(16))  # type: ignore[operator]
+        return model
+
+    trained(
+        Given({}, folder), model=with_norm, max_epochs=2, limit_val_batches=validated,
+        callbacks=[lambda _: called("StochasticWeightAveraging")(0.01, 1)],
+        after=lambda trainer: kept.extend(trainer.lightning_module.buffers()),
+    )  # fmt: skip
+    return kept
+
+
+@pytest.mark.parametrize("validated", [None, 0])
+def test_ranks_have_the_first_ones_statistics_of_an_epoch_without_backward(
+    two: Ranks, validated: int | None, tmp_path: Path
+) -> None:
+    first, second = two.run(statistics_of_averages, tmp_path, validated)
+    assert first
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 OF_THE_OTHER_PACKAGE = """
 import pytorch_lightning
 import torch

@@ -655,14 +655,16 @@ def trained_apart(habit: str, strategy: object) -> tuple[list[str], list[float]]
     ],
 )
 @pytest.mark.parametrize(
-    "strategy", [None, {"gradients": {"transport": "sharded"}}, {"local": {}}], ids=str
+    "strategy", [None, {"gradients": {"transport": "sharded"}}, {"local": {"steps": 2}}], ids=str
 )
 def test_values_that_ranks_have_apart_after_the_first_update_are_a_warning(
     two: Ranks, habit: str, said: str | None, strategy: object
 ) -> None:
     (first, one), (others, other) = two.run(trained_apart, habit, strategy)
     assert not others
-    outside = habit == "temperature" and strategy != {"local": {}}  # is in no model
+    outside = habit == "temperature"  # is in no model
+    if outside and strategy == {"local": {"steps": 2}}:  # where values differ at most times
+        said = "SGD steps parameters that are in no model of a session: under local no meeting"
     if said is not None and (strategy is None or outside):
         assert len(first) == 1
         assert said in first[0]

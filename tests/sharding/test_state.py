@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slipstream.errors import UsageError
+from slipstream.errors import ModelError, UsageError
 from slipstream.sharding.state import join_shards
 from tests.harness.ranks import Ranks
 from tests.harness.reference import digest
@@ -190,6 +190,30 @@ def the_part_of_another_rank() -> None:
 
 def test_the_part_of_another_rank_is_refused(two: Ranks) -> None:
     two.run(the_part_of_another_rank)
+
+
+def of_two_layers(frozen: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
+    model[0].requires_grad_(not frozen)
+    return model, torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
+
+
+def state_of_other_parameters() -> None:
+    """As of a run whose first layer was frozen."""
+    model, update = of_two_layers(frozen=True)
+    with session_on(model, update, "sharded") as session:
+        train(session, model)
+        state = session.checkpoint("optimizer")
+    with (
+        session_on(*of_two_layers(frozen=False), "sharded") as session,
+        pytest.raises(ModelError, match="doesn't match the size of optimizer's group"),
+    ):
+        session.restore(state)
+
+
+def test_the_state_of_other_parameters_is_refused_as_such(two: Ranks) -> None:
+    two.run(state_of_other_parameters)
 
 
 def after_an_error() -> None:

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 if TYPE_CHECKING or "lightning.pytorch" in sys.modules or "pytorch_lightning" not in sys.modules:
@@ -32,6 +33,7 @@ from slipstream.adapters.opening import (
 from slipstream.errors import UsageError, warn
 from slipstream.precision.float_modules import WrappedForward
 from slipstream.session.session import Session
+from slipstream.transport.broadcast import broadcast
 
 STATE = "slipstream"
 """The session's state in a checkpoint of the Trainer, beside the model's and the optimizer's."""
@@ -205,6 +207,20 @@ class SessionStrategy(DDPStrategy):
         """Let the module have the parameters that evaluate best, until validation ends."""
         if self.session is not None:
             self._evaluation.enter_context(self.session.evaluating())
+            self._share_buffers()
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        """Give all ranks the first one's: the last epoch of StochasticWeightAveraging has forwards
+        alone, and buffers travel with a backward. Under ``local``, meetings average them."""
+        session = self.session
+        if session is not None and session.world_size > 1 and session.strategy.local is None:
+            group = dist.group.WORLD
+            assert group is not None
+            broadcast([*self._module.buffers()], group)
 
     def validation_step(self, *arguments: Any, **named: Any) -> Any:
         with self._explaining_types("validation_step"):

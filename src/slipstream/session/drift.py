@@ -63,9 +63,7 @@ class FirstDrift:
         session trains: a temperature, the classes of a loss."""
         if not self._exchanges or optimizer in self._others:
             return
-        ours = {p for module in ACCELERATED for p in module.parameters(recurse=False)}
-        held = [p for p in _held(optimizer) if p not in ours and _has_values(p)]
-        if held:
+        if held := in_no_model(optimizer):
             one_each = _sums(held)
             within = {*held}
             for inner in self._others:  # of one around it, which may give each rank a part
@@ -120,6 +118,26 @@ class FirstDrift:
                 "nn.ModuleList([model, loss])), whose gradients session.backward() averages; its "
                 "optimizer may stay, and steps before session.step()",
             )
+
+
+def in_no_model(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Find what an optimizer trains that is in no model of an open session; not the outer
+    parameters of ``local``, which have no graph."""
+    ours = {p for module in ACCELERATED for p in module.parameters(recurse=False)}
+    held = (p for p in _held(optimizer) if p.requires_grad and p not in ours)
+    return [p for p in held if _has_values(p)]
+
+
+def warn_of_none_that_meet(optimizer: torch.optim.Optimizer) -> None:
+    """Say under ``local`` that an optimizer steps what no meeting averages, as the classes of a
+    loss; ranks have other values at most times, so that none are compared."""
+    if in_no_model(optimizer):
+        warn(
+            f"{type(optimizer).__name__} steps parameters that are in no model of a session: under "
+            "local no meeting averages them. Unless each rank is to have its own, put them into "
+            "the model (model.temperature = nn.Parameter(...), nn.ModuleList([model, loss])); "
+            "their optimizer may stay"
+        )
 
 
 def _held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -9,13 +9,15 @@ meanwhile, the script has skipped the update.
 
 from __future__ import annotations
 
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
+import torch.distributed as dist
 
 from slipstream.local.training import LocalTraining
 from slipstream.session import messages
 from slipstream.session.accumulation import AccumulationWindow
+from slipstream.session.drift import warn_of_none_that_meet
 from slipstream.session.exchanging import GradientExchange
 from slipstream.session.given import Given
 from slipstream.session.step_hooks import StepHooks, collectives_so_far
@@ -53,6 +55,10 @@ class ScriptSteps:
         self._by_own = False  # inside a step with gradients of the script's own
         self._collectives = 0  # when a step began
         self._collectives_before: int | None = None  # that of another optimizer; None: none began
+        # others that have stepped, and behind which update; None: that was told
+        self._others: WeakKeyDictionary[torch.optim.Optimizer, int | None] = WeakKeyDictionary()
+        data = given.dims.data
+        self._first_rank = data is not None and dist.get_rank(data) == 0
         # weak: the hooks call back, and a circle would keep the groups of a session that is over
         self._hooks = ref(hooks)
         hooks.attach(self._begins, self._ends, self._other_begins, self._other_ends)
@@ -159,5 +165,15 @@ class ScriptSteps:
             before, self._collectives_before = self._collectives_before, None
             exchanged = before not in (None, collectives_so_far())
             self._local.stepped(optimizer, exchanged=exchanged)
+            if self._first_rank and self._progress.passes:
+                self._look_at_other(optimizer)
         if self._updates.drift is not None:
             self._updates.drift.stepped(optimizer)
+
+    def _look_at_other(self, optimizer: torch.optim.Optimizer) -> None:
+        """Tell of one that trains parameters which no rank shares, at its second update: those of
+        inner loops end within one."""
+        count = self._updates.count
+        if self._others.setdefault(optimizer, count) not in (None, count):
+            self._others[optimizer] = None
+            warn_of_none_that_meet(optimizer)

@@ -135,6 +135,9 @@ class OptimizerState:
     def _load(self, optimizer: object, state: dict[str, Any]) -> None:
         """Refuse what does not fit before torch loads it."""
         parts = is_part(state, self._mark)
+        groups = self._optimizer.param_groups, state["param_groups"]
+        if len({tuple(len(group["params"]) for group in given) for given in groups}) > 1:
+            return  # of an optimizer of other parameters: torch refuses it, and says so
         for number, parameter in enumerate(self._numbered):
             for key, value in state["state"].get(number, {}).items():
                 self._is_cut_from(parameter, key, value, parts)
@@ -167,7 +170,8 @@ class OptimizerState:
         if value.shape != allowed and value.numel() > 1:
             raise UsageError(
                 f"the optimizer's {key} of {self._shards.names[parameter]} has shape "
-                f"{tuple(value.shape)}; allowed: {tuple(allowed)}; states of single ranks, of any "
+                f"{tuple(value.shape)}; allowed: {tuple(allowed)}: the state is of an optimizer of "
+                "other parameters, or of these in another order; states of single ranks, of any "
                 "number of them, are loaded by session.restore(states)"
             )
         return value.shape == allowed
