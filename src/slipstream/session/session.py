@@ -15,6 +15,7 @@ from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from slipstream.cluster.connect import Cluster
 from slipstream.data.uneven_inputs import UnevenInputLoader
@@ -565,4 +566,10 @@ class Session(Generic[M, O]):
         if self._closed:
             raise UsageError(
                 f"{verb}() after close(); call slipstream.accelerate() again for a new session"
+            )
+        if get_eval_frame_callback():  # Dynamo would compile the exchange, in which ranks then hang
+            raise UsageError(
+                f"session.{verb}() inside a function that torch.compile compiles: give it the "
+                "model, model.compile() before accelerate(), or a function that computes the loss "
+                "alone, and call the session outside of it"
             )
