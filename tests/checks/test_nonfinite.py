@@ -175,6 +175,36 @@ def test_it_may_be_allowed(two, strategy):
     assert two.run(allows, STRATEGIES[strategy]) == [False, False]
 
 
+def made_finite(how: str, by_hand: bool) -> list[torch.Tensor]:
+    """As StyleGAN3 (zeros) and SpeechBrain (None) do behind ``backward()``."""
+    with opened({"gradients": {"codec": {"kind": "onebit", "start_step": 1}}}, None) as session:
+        for _ in range(AT):
+            update(session)
+        with bad_gradient(session.model.get_parameter("1.weight"), torch.nan):
+            session.backward(session.model(torch.ones(2, 4)).square().mean())
+        for parameter in session.model.parameters():
+            if how == "zeros":
+                parameter.grad.nan_to_num_(0)
+            elif not all_finite([parameter.grad]):
+                parameter.grad = None
+        if by_hand:
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+        else:
+            assert session.step()
+        update(session)
+        assert session.updates == AT + 2
+        return values(session.model)
+
+
+@pytest.mark.parametrize("how", ["zeros", "None"])
+def test_gradients_that_the_script_has_made_finite_are_used(two, how):
+    mine, others = two.run(made_finite, how, False)
+    assert all(map(torch.equal, mine, others))
+    assert all(map(torch.equal, mine, two.run(made_finite, how, True)[0]))
+    assert all_finite(mine)
+
+
 def overflows_under_way() -> str:
     strategy = {"gradients": {"codec": {"kind": "half", "dtype": "fp16"}}}
     with opened(strategy, None) as session:

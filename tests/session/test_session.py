@@ -338,3 +338,25 @@ def test_after_a_backward_that_failed_verbs_say_to_start_again(two: Ranks, tmp_p
         for text in said:
             assert "after a backward() that has failed" in text
             assert "start again from the newest checkpoint" in text
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_a_step_that_is_compiled_as_a_whole_is_refused() -> None:
+    """As open_clip's ``--torchcompile-strategy step``: ranks hung in the exchange."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with slipstream.accelerate(model, optimizer) as session:
+
+        def loss_of(x: torch.Tensor) -> torch.Tensor:
+            return session.model(x).square().mean()
+
+        def train_step(x: torch.Tensor) -> None:
+            session.backward(loss_of(x))
+            session.step()
+
+        with pytest.raises(
+            UsageError, match=r"session.backward\(\) inside a function that torch.c"
+        ):
+            torch.compile(train_step, backend="eager")(torch.ones(3, 2))
+        session.backward(torch.compile(loss_of, backend="eager")(torch.ones(3, 2)))
+        assert session.step()

@@ -6,6 +6,7 @@ Each is compared with one process on the batches of all ranks, or refused.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -259,3 +260,33 @@ def step_of_another_left_out() -> tuple[int, int]:
 
 def test_a_step_of_another_optimizer_may_be_left_out(two: Ranks) -> None:
     assert two.run(step_of_another_left_out) == [(4, 4)] * 2
+
+
+def flag_left_in(how: str) -> list[str]:
+    """As nanoGPT and llm.c: the flag is one of DistributedDataParallel's wrapper."""
+    gradients = {"accumulate": 2} if how == "window" else {}
+    rank, (model, _, session) = dist.get_rank(), opened(gradients)
+    with session, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for pair in batches(4).unflatten(0, (2, 2)):
+            for micro in range(2):
+                model.require_backward_grad_sync = micro == 1
+                gathers = how == "no_sync" and micro == 0
+                with session.no_sync() if gathers else contextlib.nullcontext():
+                    part = 1 if how == "window" else 2
+                    session.backward(loss_of(model, pair[micro][rank]) / part)
+                if how == "window":
+                    session.step()
+            if how != "window":
+                session.step()
+    assert_equal(model, plain([[0, 1], [2, 3]]))
+    assert all(x.filename == __file__ for x in caught)
+    return [str(x.message) for x in caught]
+
+
+def test_a_flag_that_only_ddp_obeys_is_a_warning_where_it_changes_something(two: Ranks) -> None:
+    for (said,) in two.run(flag_left_in, "left in"):
+        assert "only DistributedDataParallel obeys" in said
+        assert "session.no_sync()" in said
+    for how in ("no_sync", "window"):
+        assert two.run(flag_left_in, how) == [[], []]

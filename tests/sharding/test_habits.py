@@ -138,12 +138,31 @@ def compiled(session: Any, model: Odd, update: Optimizer, step: int) -> None:
     update.step()
 
 
+def zeroed_by_hand(session: Any, model: Odd, update: Optimizer, step: int) -> None:
+    """As copies of an old ``zero_grad()`` do (guided-diffusion)."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.detach_()
+            parameter.grad.zero_()
+    session.backward(model(batch(step, session.rank), use_late=step == 0))
+    update.step()
+
+
+def zeroed_through_data(session: Any, model: Odd, update: Optimizer, step: int) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data.zero_()
+            parameter.grad.detach().zero_()
+    session.backward(model(batch(step, session.rank)))
+    update.step()
+
+
 HABITS: dict[str, Habit] = {
     habit.__name__: habit
     for habit in (
         *(assign, assign_and_clip, freeze_and_thaw, unused_for_a_while, groups_replaced),
         *(scheduled, profiled, reloaded, reset, written, averaged, evaluated, moved),
-        compiled,
+        *(compiled, zeroed_by_hand, zeroed_through_data),
     )
 }
 

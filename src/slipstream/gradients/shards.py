@@ -279,6 +279,10 @@ METADATA = frozenset(
 
 
 ZEROING: frozenset[Any] = frozenset([torch.Tensor.zero_, torch._foreach_zero_])
+DETACHED: frozenset[Any] = frozenset(
+    [cast(Any, torch.Tensor.data).__get__, torch.Tensor.detach, torch.Tensor.detach_]
+)
+"""The gradient itself by another name, as ``p.grad.data.zero_()`` asks for it."""
 
 
 class ShardedGradient(torch.Tensor):
@@ -301,6 +305,8 @@ class ShardedGradient(torch.Tensor):
         if func in METADATA or func is torch.Tensor.untyped_storage:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func in DETACHED:
+            return args[0]
         if func in ZEROING:
             for guard in args[0] if isinstance(args[0], list | tuple) else args[:1]:
                 guard.zeroed = True

@@ -1,4 +1,4 @@
-"""The surroundings of a kernel: autocast, and transforms that follow torch's functions only."""
+"""The surroundings of a call: autocast, transforms that follow torch's functions only, Dynamo."""
 
 from __future__ import annotations
 
@@ -23,6 +23,15 @@ def differentiates_plainly(gradient: Tensor) -> bool:
     as for ``is_grads_batched``: a kernel then computes by torch's functions, nothing in place."""
     batched: bool = torch._C._functorch.is_legacy_batchedtensor(gradient)
     return torch.is_grad_enabled() or batched or needs_plain_functions()
+
+
+def is_compiled() -> bool:
+    """Whether this runs inside of a function that ``torch.compile`` compiles: Dynamo would compile
+    what is called from here on. ``torch.compiler.is_compiling()`` is about what it traces now."""
+    try:
+        return bool(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+    except AttributeError:  # torch has moved it: nobody is told
+        return False
 
 
 def product_type(operand: Tensor) -> torch.dtype:

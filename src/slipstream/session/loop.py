@@ -89,7 +89,8 @@ class TrainingLoop:
         )
         self._script_steps = ScriptSteps(step_hooks, given, exchange, window, self.updates, local)
         self._other_losses = OtherLosses(given.model)
-        self._parameters = tuple(given.model.parameters())
+        self._model, self._parameters = given.model, tuple(given.model.parameters())
+        self._flag_seen = given.dims.data is None or local is not None  # so it does no harm
         self._in_no_sync = 0  # of the backward passes
         self._compared = False  # the first batches of ranks that share the model
 
@@ -209,6 +210,8 @@ class TrainingLoop:
         self.members.check_model()
         self.tracer.backward_begins(dummy_batch=dummy_batch)
         exchange = window.update_follows
+        if exchange and not self._flag_seen:
+            self._warn_of_flag(stacklevel=5)
         if self.proof is not None and exchange:
             self.proof.begin(updates.count)
         scale = window.scale
@@ -248,6 +251,12 @@ class TrainingLoop:
         self.tracer.exchanged(self.engine.ready)
         if exchange and self.search is not None and self.search.watches:
             self.sharding.watch.begin(self._parameters)
+
+    def _warn_of_flag(self, stacklevel: int) -> None:
+        """Tell of a loop that wants no exchange here, and says so to DistributedDataParallel."""
+        if getattr(self._model, "require_backward_grad_sync", True) is False:
+            self._flag_seen = True
+            warnings.warn(messages.flag_of_ddp(), stacklevel=stacklevel)
 
     def _zero(self) -> None:
         """Leave gradients of zero, at which scalers, clipping and scripts may look."""

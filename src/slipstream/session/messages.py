@@ -246,6 +246,17 @@ def never_updated(backwards: int) -> UsageError:
     )
 
 
+def flag_of_ddp() -> str:
+    """A loop as that of nanoGPT has its model in no wrapper any more."""
+    return (
+        "model.require_backward_grad_sync is False, which only DistributedDataParallel obeys: "
+        "gradients are averaged in this backward(), too, as in each one; write "
+        "`with session.no_sync():` around the backward passes before the last one of an update, or "
+        "gradients: {accumulate: 4} and session.step() after each, and leave out the division of "
+        "the loss by 4"
+    )
+
+
 def dropped(passes: int, accumulate: int) -> str:
     """The session ends inside a window."""
     window = f"{passes} of the {accumulate} backward passes of an accumulation window"

@@ -75,7 +75,8 @@ class NonfiniteGradients:
 
     def skips(self, update: int, *, by_hand: bool = False) -> bool:
         """Whether the update must be skipped; the same on every rank. ``by_hand``: a scaler may
-        step each optimizer by itself, and what this one holds may be finite alone.
+        step each optimizer by itself, and what this one holds may be finite alone. What a script
+        has made finite since the backward pass is as it wants it.
 
         Raises:
             NonFiniteError: as `refuse` does.
@@ -84,7 +85,7 @@ class NonfiniteGradients:
             return True
         if self._window.loss_scale == 1.0 and not self._precision.scales:
             own = (p for group in self._optimizer.param_groups for p in group["params"])
-            if by_hand and self.would_raise and self.are_finite(own):
+            if self.would_raise and self.are_finite(own if by_hand else self._parameters):
                 return False
             return self.refuse(update)
         # Averages are the same on all data-parallel ranks, unless each has a shard of them; those

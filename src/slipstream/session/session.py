@@ -19,6 +19,7 @@ from slipstream.cluster.connect import Cluster
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import UsageError, warn
 from slipstream.gradients.segments import SegmentStats
+from slipstream.kernels.surroundings import is_compiled
 from slipstream.local.open_training import OpenTraining
 from slipstream.parallel.dims import ParallelDims
 from slipstream.session.checkpoint_format import Part, checked, joined
@@ -133,7 +134,7 @@ class Session(Generic[M, O]):
             ExchangeError: another rank is gone, or the graph changed in a way that overlap cannot
                 follow.
         """
-        self._must_be_open("backward")
+        self._must_run_plainly("backward")
         _check_loss(loss)
         if self._loop.whole.pipeline is not None:
             raise UsageError(
@@ -190,7 +191,7 @@ class Session(Generic[M, O]):
             >>> loss.shape, updated
             (torch.Size([]), True)
         """
-        self._must_be_open("forward_backward")
+        self._must_run_plainly("forward_backward")
         pipeline = self._loop.whole.pipeline
         if pipeline is not None:
             with self._loop.explaining():
@@ -217,7 +218,7 @@ class Session(Generic[M, O]):
             UsageError: there was no backward since the last step.
             NonFiniteError: gradients were infinite or NaN on some rank, on all ranks.
         """
-        self._must_be_open("step")
+        self._must_run_plainly("step")
         with self._loop.running():
             return self._loop.step()
 
@@ -247,7 +248,7 @@ class Session(Generic[M, O]):
             ...     updated, session.flush()
             (False, True)
         """
-        self._must_be_open("flush")
+        self._must_run_plainly("flush")
         with self._loop.running():
             return self._loop.flush(max_norm)
 
@@ -565,6 +566,17 @@ class Session(Generic[M, O]):
         if self._closed:
             raise UsageError(
                 f"{verb}() after close(); call slipstream.accelerate() again for a new session"
+            )
+
+    def _must_run_plainly(self, verb: str) -> None:
+        """Refuse what exchanges where Dynamo would compile the exchange, in which ranks then
+        hang."""
+        self._must_be_open(verb)
+        if is_compiled():
+            raise UsageError(
+                f"session.{verb}() inside a function that torch.compile compiles: give it the "
+                "model, model.compile() before accelerate(), or a function that computes the loss "
+                "alone, and call the session outside of it"
             )
 
 

@@ -133,6 +133,18 @@ def frozen_for_a_while(run: Loop) -> None:
     run.update(times=2)
 
 
+@habit("frozen between backward and step")
+def frozen_before_step(run: Loop) -> None:
+    """StyleGAN3 thaws a model for the backward passes of its turn alone."""
+    run.start()
+    for _ in range(3):
+        run.model.requires_grad_(True)
+        run.gradients()
+        run.model.requires_grad_(False)
+        run.step()
+    run.model.requires_grad_(True)
+
+
 @habit("thawed later", "not DDP")
 def thawed(run: Loop) -> None:
     run.model.head.weight.requires_grad_(False)
