@@ -211,7 +211,7 @@ class TrainingLoop:
         self.tracer.backward_begins(dummy_batch=dummy_batch)
         exchange = window.update_follows
         if exchange and not self._flag_seen:
-            self._warn_of_flag(stacklevel=5)
+            self._warn_of_flag()
         if self.proof is not None and exchange:
             self.proof.begin(updates.count)
         scale = window.scale
@@ -252,11 +252,11 @@ class TrainingLoop:
         if exchange and self.search is not None and self.search.watches:
             self.sharding.watch.begin(self._parameters)
 
-    def _warn_of_flag(self, stacklevel: int) -> None:
+    def _warn_of_flag(self) -> None:
         """Tell of a loop that wants no exchange here, and says so to DistributedDataParallel."""
         if getattr(self._model, "require_backward_grad_sync", True) is False:
             self._flag_seen = True
-            warnings.warn(messages.flag_of_ddp(), stacklevel=stacklevel)
+            warn(messages.flag_of_ddp())
 
     def _zero(self) -> None:
         """Leave gradients of zero, at which scalers, clipping and scripts may look."""
