@@ -591,7 +591,7 @@ def with_a_broken_comparison(error: type[BaseException]) -> tuple[bool, str]:
     session = slipstream.accelerate(model, sgd(model))
     session.backward(model(torch.ones(2, 4)).sum())
     session.step()
-    with patch("slipstream.session.drift.maximum", side_effect=error), pytest.raises(error):
+    with patch("slipstream.session.drift.maximum_later", side_effect=error), pytest.raises(error):
         session.backward(model(torch.ones(2, 4)).sum())
     with pytest.raises(UsageError) as said:
         session.step()

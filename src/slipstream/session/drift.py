@@ -7,9 +7,10 @@ the run; here a few values of each parameter are compared once, beyond what roun
 
 [Note: When ranks compare]
 Each looks at its values where its first update ends, when a script has put back what it had moved
-for a pass (SAM), and shows them behind the next exchange of gradients, which all ranks have in
+for a pass (SAM), and shows them beside the next exchange of gradients, which all ranks have in
 common, though some may be in ``backward()`` and others in ``step()`` or ``flush()``. One that has
-made no update by then shows none.
+made no update by then shows none. They leave before the gradients do and are waited for behind
+them: where a rank is interrupted while it waits for gradients, others do not wait for these.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 from slipstream.errors import warn
 from slipstream.session.checks import ACCELERATED
-from slipstream.transport.consistency import collective_errors, maximum
+from slipstream.transport.consistency import collective_errors, maximum_later
 
 _VALUES = 64
 """Values of a parameter that are compared, at most."""
@@ -48,6 +49,9 @@ class FirstDrift:
     def __init__(self, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
         self._parameters, self._group = parameters, group
         self._exchanges = 0
+        self._shown: list[_Sum] = []
+        self._largest = torch.empty(0)
+        self._work: dist.Work | None = None
         self._sums: list[_Sum] | None = None  # of each parameter
         # weak: those of an inner loop go with it, and with what they step
         self._others: WeakKeyDictionary[torch.optim.Optimizer, _Sum] = WeakKeyDictionary()
@@ -71,28 +75,41 @@ class FirstDrift:
                     self._others[inner] = (0.0, 0.0)
             self._others[optimizer] = sum(s for s, _ in one_each), sum(a for _, a in one_each)
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether what `show` has sent may still be on its way."""
+        return self._work is not None and not self._work.is_completed()
+
+    def show(self) -> None:
+        """Send what was looked at, where an exchange begins."""
+        self._exchanges += 1
+        if self._exchanges == 1:
+            return
+        others = [*self._others.values()]
+        other = (sum(s for s, _ in others), sum(a for _, a in others)) if others else (_NONE, 0.0)
+        self._shown = [*(self._sums or [(_NONE, 0.0)] * len(self._parameters)), other]
+        sums = torch.tensor([s for s, _ in self._shown], dtype=torch.float64)
+        self._largest = torch.stack([sums, torch.where(sums > _NONE, -sums, sums)])
+        with collective_errors("the comparison of the parameters"):
+            self._work = maximum_later(self._largest, self._group)
+
     def compare(self) -> bool:
-        """Compare what was looked at, where an exchange ends; whether that was all.
+        """Warn of what ranks have apart, where that exchange ends; whether that was all.
 
         Raises:
             ExchangeError: another rank is gone.
         """
-        self._exchanges += 1
-        if self._exchanges == 1:
+        if self._work is None:
             return False
-        others = [*self._others.values()]
-        other = (sum(s for s, _ in others), sum(a for _, a in others)) if others else (_NONE, 0.0)
-        mine = [*(self._sums or [(_NONE, 0.0)] * len(self._parameters)), other]
-        sums = torch.tensor([s for s, _ in mine], dtype=torch.float64)
-        seen = sums > _NONE
-        both = torch.stack([sums, torch.where(seen, -sums, sums)])
         with collective_errors("the comparison of the parameters"):
-            most, least = maximum(both, self._group)
+            self._work.wait()
+        self._work = None
+        most, least = self._largest
         if not (most[:-1] > _NONE).any() and self._exchanges < _EXCHANGES:
             return False
         if dist.get_rank(self._group) == 0:
-            rounding = torch.tensor([a for _, a in mine], dtype=torch.float64)
-            self._warn((seen & (most + least > rounding)).tolist())
+            sums, rounding = torch.tensor(self._shown, dtype=torch.float64).T
+            self._warn(((sums > _NONE) & (most + least > rounding)).tolist())
         return True
 
     def _warn(self, apart: list[bool]) -> None:

@@ -214,6 +214,8 @@ class TrainingLoop:
             self._warn_of_flag()
         if self.proof is not None and exchange:
             self.proof.begin(updates.count)
+        if exchange:
+            updates.exchange_begins()
         scale = window.scale
         self.engine.begin(exchange=exchange, scale=scale, loss_scale=loss_scale, dummy=dummy_batch)
         window.exchanged = False  # from here on averages may be mixed with gradients of this rank
@@ -331,6 +333,7 @@ class TrainingLoop:
         self.tracer.flush_begins()
         if self.proof is not None:
             self.proof.begin(self.updates.count)
+        self.updates.exchange_begins()
         began = time.perf_counter()
         self.engine.begin(exchange=True, scale=self.window.scale, loss_scale=self.window.loss_scale)
         try:

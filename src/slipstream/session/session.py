@@ -543,7 +543,8 @@ class Session(Generic[M, O]):
             except BaseException as failure:
                 error, broken = (type(failure), failure, None), failure
         complaint = loop.complaint() if error[0] is None else None
-        in_flight, self._last_segments = loop.engine.in_flight, loop.engine.segments
+        in_flight = loop.engine.in_flight or loop.updates.in_flight
+        self._last_segments = loop.engine.segments
         self._skipped = loop.updates.skipped
         try:
             self._handles.__exit__(*error)

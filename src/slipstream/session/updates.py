@@ -80,6 +80,15 @@ class ModelUpdates:
         self._looked = False  # at averages that no update has used, of a graph that stayed
         self._emptied = False  # by the script, before the step that begins
 
+    def exchange_begins(self) -> None:
+        """Begin to compare ranks after their first update: before their gradients leave."""
+        try:
+            if self.drift is not None:
+                self.drift.show()
+        except BaseException as error:
+            self._engine.fail(error)
+            raise
+
     def exchanged(self) -> None:
         """Compare ranks after their first update, where an exchange of gradients ends."""
         try:
@@ -88,6 +97,11 @@ class ModelUpdates:
         except BaseException as error:  # the engine has ended this pass, and would go on
             self._engine.fail(error)
             raise
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a comparison was begun that nobody has waited for."""
+        return self.drift is not None and self.drift.in_flight
 
     def check_whole(self) -> None:
         """Refuse to go on where this rank may be out of step with others.
