@@ -212,10 +212,8 @@ class TrainingLoop:
         exchange = window.update_follows
         if exchange and not self._flag_seen:
             self._warn_of_flag()
-        if self.proof is not None and exchange:
-            self.proof.begin(updates.count)
         if exchange:
-            updates.exchange_begins()
+            self._exchange_begins()
         scale = window.scale
         self.engine.begin(exchange=exchange, scale=scale, loss_scale=loss_scale, dummy=dummy_batch)
         window.exchanged = False  # from here on averages may be mixed with gradients of this rank
@@ -253,6 +251,14 @@ class TrainingLoop:
         self.tracer.exchanged(self.engine.ready)
         if exchange and self.search is not None and self.search.watches:
             self.sharding.watch.begin(self._parameters)
+
+    def _exchange_begins(self) -> None:
+        """Compare what is compared before gradients leave; an engine that has failed refuses to."""
+        if self.engine.failed:
+            return
+        if self.proof is not None:
+            self.proof.begin(self.updates.count)
+        self.updates.exchange_begins()
 
     def _warn_of_flag(self) -> None:
         """Tell of a loop that wants no exchange here, and says so to DistributedDataParallel."""
@@ -331,9 +337,7 @@ class TrainingLoop:
         self.whole.check_gradients()
         self.whole.complete()
         self.tracer.flush_begins()
-        if self.proof is not None:
-            self.proof.begin(self.updates.count)
-        self.updates.exchange_begins()
+        self._exchange_begins()
         began = time.perf_counter()
         self.engine.begin(exchange=True, scale=self.window.scale, loss_scale=self.window.loss_scale)
         try:
